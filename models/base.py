@@ -20,6 +20,7 @@ from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import begins_here, ends_here
+from runtime.device.host_copies import HostCopies
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
@@ -61,6 +62,7 @@ class Model(ABC):
         carried_columns: of `Batch.carried`, which stages hand on beside the residual stream; 0 if there is none.
         logits_scale, logits_softcap: factor of `compute_logits`' logits, and the bound of its tanh.
         gives_last_rows: whether `forward` gives the rows of last tokens alone where no others are wanted.
+        host_copies: on a GPU, of the parts of its files that were uploaded as they are; set by the loader.
         suppressed_ids: ids that are never sampled, int32 on the device; None if there are none.
         addends: the source of the addends of its maps, or None.
         stacks: tensors that a checkpoint may store for several maps together, by name.
@@ -90,6 +92,7 @@ class Model(ABC):
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     gives_last_rows = False
+    host_copies: HostCopies | None = None
     suppressed_ids: Tensor | None = None
     longrope_threshold: int | None = None
 

@@ -16,12 +16,12 @@ PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools"
 MOST_LINES = {
     "numba_kernels": 40_763,
     "runtime/emulator": 16_988,
-    "runtime/device": 3_819,
+    "runtime/device": 3_904,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_465,
     "runtime/linear": 3_230,
     "runtime/kv": 1_668,
-    "runtime/engine": 26_995,
+    "runtime/engine": 27_046,
     "runtime/text": 7_342,
     "runtime/llm": 1_946,
     "runtime/parallel": 2_150,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 3_066,
     "runtime/bench": 11_804,
     "runtime": 3_612,
-    "models": 20_162,
-    "server": 23_380,
+    "models": 20_165,
+    "server": 23_382,
     "tokenizer": 7_605,
-    "tools": 18_747,
+    "tools": 18_847,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_990
+MOST_WORDS = 39_992
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -20,6 +20,7 @@ from runtime.device.context import Context, Event, Stream, query_properties
 from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
+from runtime.device.host_copies import HostCopies
 from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import LEAST_BYTES, PinnedBlock, PinnedPool, mapped_part, upload_pieces
@@ -75,6 +76,7 @@ class Gpu:
         self._tensor_maps: OrderedDict[TensorMapLayout, TensorMaps] = OrderedDict()
         self.layouts: dict[tuple[Stream, bytes], Any] = {}
         self.plans: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        self._copies: HostCopies | None = None
 
     @staticmethod
     def of(device: Device | str) -> Gpu:
@@ -173,6 +175,16 @@ class Gpu:
 
     # Memory
 
+    @contextmanager
+    def uploading_from(self, copies: HostCopies) -> Iterator[None]:
+        """`write` notes in these what it reads of files, and takes what they have, until the block ends. They must not
+        be dropped before the stream has come past it."""
+        before, self._copies = self._copies, copies
+        try:
+            yield
+        finally:
+            self._copies = before
+
     def allocate(self, size_bytes: int, stream: Stream | None = None) -> DeviceBlock:
         """Memory for work on `stream`, as `Allocator.allocate`."""
         return self.allocator.allocate(size_bytes, stream or self._streams.current)
@@ -198,7 +210,9 @@ class Gpu:
 
         if not array.nbytes:
             return
-        if array.nbytes < LEAST_BYTES:
+        if self._copies is not None and (copied := self._copies.find(array)) is not None:
+            copy(0, copied)
+        elif array.nbytes < LEAST_BYTES:
             staging = self.pinned.allocate(array.nbytes)
             staging.array[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             copy(0, staging)

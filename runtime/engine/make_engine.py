@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipe
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
 from runtime.device.gpu import Gpu
+from runtime.device.host_copies import HostCopies
 from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, MTP_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
 from runtime.engine.disk_prefixes import store_on_disk
 from runtime.engine.engine import Engine
@@ -234,13 +236,20 @@ def load_declared(
 
 def _with_numbers(
     declared: Declaration, config: EngineConfig, max_model_len: int, reporter: Reporter,
-    communicator: RankCommunicator | None,
+    communicator: RankCommunicator | None, copies: HostCopies | None = None,
 ) -> Model:  # fmt: skip
-    loaded = declared.load(
-        max_model_len=max_model_len, reporter=reporter,
-        communicator=communicator if communicator is not None and communicator.num_ranks > 1 else None,
-        pipeline=communicator if communicator is not None and communicator.num_stages > 1 else None,
-    )  # fmt: skip
+    device, copying = declared.options.device, contextlib.ExitStack()
+    if device.kind != "cpu":
+        gpu = Gpu.of(device)
+        copies = copies or HostCopies(gpu.pinned)
+        copying.enter_context(gpu.uploading_from(copies))
+    with copying:
+        loaded = declared.load(
+            max_model_len=max_model_len, reporter=reporter,
+            communicator=communicator if communicator is not None and communicator.num_ranks > 1 else None,
+            pipeline=communicator if communicator is not None and communicator.num_stages > 1 else None,
+        )  # fmt: skip
+    loaded.host_copies = copies
     read_rule(loaded, declared.folder, config.mmproj)
     if isinstance(maps := loaded.addends, LowRankMaps):
         maps.allocate(LoadOptions(device=loaded.device, dtype=loaded.dtype, exact=config.exact))
@@ -372,8 +381,8 @@ def loader_of(
         read_rule(made.model, folder, config.mmproj)
         return made
 
-    def load(declaration: Declaration) -> Model:
-        loaded = _with_numbers(declaration, config, limits.max_model_len, SILENT, communicator)
+    def load(declaration: Declaration, copies: HostCopies | None) -> Model:
+        loaded = _with_numbers(declaration, config, limits.max_model_len, SILENT, communicator, copies)
         _complete(loaded, folder, config, vocab_size)
         return loaded
 

@@ -90,7 +90,7 @@ class ChangingWeights:
 
     @known_options()
     def sleep(self, level: int = 1, *, mode: PauseMode = "abort") -> EngineCondition:
-        """Level 1 frees the KV cache and a GPU's weights, which come back from host memory or files; level 2
+        """Level 1 frees the KV cache and a GPU's weights, which come back from pinned memory or files; level 2
         all weights; 0 only pauses. ``mode`` as in ``pause_generation``."""
         return self._order(Sleep(level, mode))
 

@@ -88,7 +88,7 @@ class HostedModel:
         self._lock = threading.Lock()
         self._engine: StartingClient | None = None
         self._model: LoadedModel | None = None
-        self._is_closed = self._is_asleep = False
+        self._is_closed = self._is_asleep = self._has_copy = False
 
     @property
     def service(self) -> Service | None:
@@ -128,11 +128,13 @@ class HostedModel:
         return self.holds(self.place)
 
     def holds(self, place: str, status: ModelStatus | None = None) -> int:
-        """Memory that it takes of a place, or would take with another status. Asleep it has its weights on the host."""
+        """Memory that it takes of a place, or would take with another status. Asleep it has its weights on the host,
+        where a GPU's stay when it wakes."""
         status = status or self.status
-        if status == "sleeping":
-            return self.info.weight_bytes if place == HOST and self.info is not None else 0
-        return 0 if status == "unloaded" or place != self.place else self.expected_bytes
+        keeps_copy = status == "sleeping" or (status != "unloaded" and self._has_copy and self.place != HOST)
+        if place == HOST and keeps_copy and self.info is not None:
+            return self.info.weight_bytes
+        return 0 if status in ("unloaded", "sleeping") or place != self.place else self.expected_bytes
 
     @property
     def is_there(self) -> bool:
@@ -198,7 +200,7 @@ class HostedModel:
         """Ends its engine. On any thread. One that has died, and is being started again, is ended for good."""
         assert self._model is not None
         assert self._engine is not None
-        self._is_asleep = False
+        self._is_asleep = self._has_copy = False
         try:
             self._model.client.unload(drain_timeout_s)
         except EngineDeadError:
@@ -215,7 +217,7 @@ class HostedModel:
             self.can_sleep = False
             self.unload(0.0)
             return False
-        self._is_asleep = True
+        self._is_asleep = self._has_copy = True
         return True
 
     def close(self) -> None:

@@ -145,8 +145,11 @@ class ParallelExecutor:
     def free_memory(self, *, weights: bool) -> None:
         self._change("free_weights" if weights else "free_pages", lambda: self.local.free_memory(weights=weights))
 
-    def forget_given_weights(self) -> None:
-        self._change("forget", self.local.forget_given_weights)
+    def keep_weights(self) -> None:
+        self._change("keep", self.local.keep_weights)
+
+    def forget_kept_weights(self) -> None:
+        self._change("forget", self.local.forget_kept_weights)
 
     def reload_weights(self) -> None:
         self._read_together(ReloadWeights(), self.local.reload_weights)

@@ -135,7 +135,7 @@ class ReloadWeights(msgspec.Struct, frozen=True, tag=True):
     """See ``Executor.reload_weights``; answered by ``WeightsRead``."""
 
 
-MemoryChange = Literal["use", "drop", "free_weights", "free_pages", "forget", "allocate"]
+MemoryChange = Literal["use", "drop", "free_weights", "free_pages", "keep", "forget", "allocate"]
 
 
 class ChangeMemory(msgspec.Struct, frozen=True, tag=True):

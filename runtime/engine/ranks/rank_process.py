@@ -172,8 +172,10 @@ def _change(executor: LocalExecutor, what: MemoryChange) -> None:
             executor.free_memory(weights=True)
         case "free_pages":
             executor.free_memory(weights=False)
+        case "keep":
+            executor.keep_weights()
         case "forget":
-            executor.forget_given_weights()
+            executor.forget_kept_weights()
         case "allocate":
             executor.allocate_pages()
 

@@ -98,8 +98,13 @@ class WeightLoader(Protocol):
         """The model that was loaded last serves: `reload` gives its numbers."""
         ...
 
-    def forget_given(self) -> None:
-        """Keep no copy of numbers that came from memory."""
+    def keep(self) -> None:
+        """Copy the numbers of the model that serves, as far as its files have them as a GPU does, into pinned memory,
+        which `reload` reads. They are kept until others serve."""
+        ...
+
+    def forget(self) -> None:
+        """Keep no copy of any numbers."""
         ...
 
     def reload(self) -> Model:
@@ -250,8 +255,12 @@ class Executor(Protocol):
         """Let go of the pages, or of the weights and what drafters keep of layers: no step may be started."""
         ...
 
-    def forget_given_weights(self) -> None:
-        """See `WeightLoader.forget_given`."""
+    def keep_weights(self) -> None:
+        """See `WeightLoader.keep`."""
+        ...
+
+    def forget_kept_weights(self) -> None:
+        """See `WeightLoader.forget`."""
         ...
 
     def reload_weights(self) -> None:

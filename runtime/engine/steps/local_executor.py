@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import RankCommunicator, begins_here, ends_here
+from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32
 from runtime.engine.limits import EngineLimits
 from runtime.engine.logits.settings import PLAIN, LogitsSettings
@@ -158,7 +159,12 @@ class LocalExecutor:
     def free_memory(self, *, weights: bool) -> None:
         if weights:
             self._replace(self._weight_loader().declared(), keeps_images=True)
-            return
+        else:
+            self._free_pages()
+        if self.model.device.kind != "cpu":
+            Gpu.of(self.model.device).allocator.trim()  # to the driver, for other processes
+
+    def _free_pages(self) -> None:
         self._replace(self.model, keeps_images=True)  # recordings hold the pages' addresses
         if self._kept_layers is not None:
             layers, width, dtype, of_last = self._kept_layers
@@ -166,8 +172,11 @@ class LocalExecutor:
         self.kv_cache.free()
         self.transfer = KVTransfer(self.kv_cache, self._host_pages)
 
-    def forget_given_weights(self) -> None:
-        self._weight_loader().forget_given()
+    def keep_weights(self) -> None:
+        self._weight_loader().keep()
+
+    def forget_kept_weights(self) -> None:
+        self._weight_loader().forget()
 
     def reload_weights(self) -> None:
         loader = self._weight_loader()

@@ -64,8 +64,9 @@ class ResumeAll(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True):
-    """Free memory: with level 1 the KV cache, and a GPU's weights, which come back from the host's memory or their
-    files; with level 2 the weights in any case. Level 0 is a pause that frees nothing."""
+    """Free memory: with level 1 the KV cache, and a GPU's weights, which come back from pinned memory of the host, as
+    far as their files have them as the GPU does; with level 2 the weights in any case. Level 0 is a pause that frees
+    nothing."""
 
     level: int = 1
     mode: PauseMode = "abort"

@@ -98,13 +98,15 @@ class EngineWeights:
             stored.settle()
         self._engine.reset_prefix_cache()
 
-    def free_weights(self, *, forgets_given: bool) -> None:
+    def free_weights(self, *, keeps_copy: bool) -> None:
         if self._engine.pictures is not None:
             self._engine.pictures.forget(keeps_held=True)
         self._without_drafter()
+        if keeps_copy:
+            self._engine.executor.keep_weights()
         self._engine.executor.free_memory(weights=True)
-        if forgets_given:
-            self._engine.executor.forget_given_weights()
+        if not keeps_copy:
+            self._engine.executor.forget_kept_weights()
 
     def free_pages(self) -> None:
         self._engine.executor.free_memory(weights=False)

@@ -17,8 +17,10 @@ from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.given_weights import check_finite, checkpoint_of_arrays, shared_checkpoint
 from models.errors import ConfigError, ModelLoadError
 from models.registry import Declaration
+from runtime.device.host_copies import HostCopies
 from runtime.engine.errors import RequestError
 from runtime.engine.weights.commands import FolderWeights, GivenArrays, SharedWeights, WeightSource
+from runtime.errors import OutOfMemoryError
 from runtime.kv.cache import KVCacheSpec
 
 logger = logging.getLogger("xserv.engine")
@@ -26,7 +28,8 @@ logger = logging.getLogger("xserv.engine")
 Declare = Callable[[Path | Checkpoint | None], Declaration]
 """Declares the model with these weights; None: those that it was started with."""
 
-Load = Callable[[Declaration], Model]
+Load = Callable[[Declaration, HostCopies | None], Model]
+"""Loads it, on a GPU with these copies of what its files have, or with new ones that note it."""
 
 
 class Loader:
@@ -47,7 +50,8 @@ class Loader:
         self._is_own = True  # the folder that the engine was started with
         self._signature = _signature(folder)
         self._kinds: dict[str, str] | None = None  # how the matrices of the folder are stored
-        self._read: tuple[WeightSource | None, tuple[tuple[object, ...], ...]] | None = None
+        self._copies = model.host_copies
+        self._read: tuple[WeightSource | None, tuple[tuple[object, ...], ...], HostCopies | None] | None = None
 
     def declared(self) -> Model:
         return self._declare(None).model
@@ -63,23 +67,35 @@ class Loader:
             weights = _given(source)
         declared = self._checked(self._declare(weights))
         check_finite(declared.source)
-        model = self._load(declared)
+        model = self._load(declared, None)
         kept: WeightSource | None = source
         if not isinstance(source, FolderWeights):
             kept = _copied(weights) if self._keeps_given and isinstance(weights, Checkpoint) else None
         elif _signature(Path(source.path)) != signature:
             raise ModelLoadError(f"{source.path}: its files changed while they were read")
-        self._read = kept, signature
+        self._read = kept, signature, model.host_copies
         return model
 
     def take_over(self) -> None:
         assert self._read is not None, "weights were read"
-        self._served, self._signature = self._read
+        self._served, self._signature, self._copies = self._read
         self._is_own, self._read = False, None
 
-    def forget_given(self) -> None:
+    def keep(self) -> None:
+        if self._copies is None or not isinstance(self._served, FolderWeights):
+            return
+        try:
+            self._copies.make()
+        except (OSError, OutOfMemoryError) as error:
+            logger.warning("asleep the weights stay in their files, not in pinned memory: %s", error)
+        else:
+            logger.info("asleep %s bytes of the weights lie in pinned memory", f"{self._copies.size_bytes:,}")
+
+    def forget(self) -> None:
         if isinstance(self._served, GivenArrays):
             self._served = None
+        if self._copies is not None:
+            self._copies.drop()
 
     def reload(self) -> Model:
         served = self._served
@@ -98,7 +114,7 @@ class Loader:
                 )
         else:
             weights = _given(served)
-        return self._load(self._declare(None if self._is_own else weights))
+        return self._load(self._declare(None if self._is_own else weights), self._copies)
 
     def _checked(self, declared: Declaration) -> Declaration:
         """Raises `ConfigError` unless the engine can take the model as it is."""

@@ -70,8 +70,8 @@ class Parts(Protocol):
     def drop_prefixes(self) -> None:
         """Empty the prefix cache."""
 
-    def free_weights(self, *, forgets_given: bool) -> None:
-        """Let go of the weights, and of copies of given ones."""
+    def free_weights(self, *, keeps_copy: bool) -> None:
+        """Let go of the weights, and of all copies of them, unless one is to be kept in the host's memory."""
 
     def free_pages(self) -> None:
         """Let go of the KV cache."""
@@ -299,7 +299,7 @@ class Pauses:
         if self.has_pages:
             self._parts.drop_prefixes()
         if self.has_weights and (level > 1 or not self._parts.holds_weights_on_host):
-            self._parts.free_weights(forgets_given=level > 1)
+            self._parts.free_weights(keeps_copy=level == 1)
             self.has_weights = False
         if self.has_pages:
             self._parts.free_pages()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from runtime.device.gpu import Gpu
+from runtime.device.host_copies import HostCopies
 from runtime.device.pinned import LEAST_BYTES, PIECE_BYTES, FileMapping, PinnedBlock, mapped_part, upload_pieces
 from runtime.tensor.tensor import Tensor
 
@@ -130,3 +131,39 @@ def test_arrays_of_all_sizes(size: int) -> None:
     if size:
         gpu.read(block.address, found)
     assert np.array_equal(found, np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)[1:])
+
+
+@pytest.mark.emulator
+def test_uploads_from_copies_in_pinned_memory(path: Path) -> None:
+    gpu, wanted = Gpu.of("emulated"), path.read_bytes()
+    copies = HostCopies(gpu.pinned)
+    large, small = LEAST_BYTES + 3, 100
+
+    def load() -> list[bytes]:
+        whole = np.frombuffer(mapping_of(path), np.uint8)
+        with gpu.uploading_from(copies):
+            made = [Tensor.from_numpy(part).to("emulated") for part in (whole[5 : 5 + large], whole[9 : 9 + small])]
+            Tensor.from_numpy(np.ones(small, np.uint8)).to("emulated")  # of no file
+        Tensor.from_numpy(whole[:small]).to("emulated")  # after the block
+        return [each.to("cpu").array.tobytes() for each in made]
+
+    expected = [wanted[5 : 5 + large], wanted[9 : 9 + small]]
+    assert load() == expected
+    assert copies.size_bytes == 0
+    copies.make()
+    assert copies.size_bytes == large + small
+    reserved = gpu.pinned.reserved_bytes
+    with path.open("r+b") as file:  # the copies are read, not the file
+        file.write(bytes(SIZE))
+    assert load() == expected
+    copies.make()
+    assert load() == expected
+    assert gpu.pinned.reserved_bytes == reserved
+    copies.drop()
+    assert copies.size_bytes == 0
+    assert load() == [bytes(large), bytes(small)]
+    os.truncate(path, 10)
+    with pytest.raises(OSError, match="shorter than it was"):
+        copies.make()
+    assert copies.size_bytes == 0
+    gpu.pinned.check_integrity()

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from server.config import ServerConfigError
+from server.hosting.places import HOST
 from server.hosting.pool import ModelPool
 from tests.server.hosting.hosts import ENCODER, Fake, Served, hosting
 from tests.waiting import wait_until
@@ -97,6 +98,21 @@ def test_one_that_goes_sleeps_and_keeps_its_weights(tmp_path: Path) -> None:
         assert [served.status(name) for name in ("a", "b", "large")] == ["unloaded", "unloaded", "loaded"]
         assert served.says("a") == "a"
         assert [served.status(name) for name in ("a", "b", "large")] == ["loaded", "unloaded", "sleeping"]
+
+
+def test_a_gpus_weights_stay_on_the_host_once_they_slept(tmp_path: Path) -> None:
+    with hosting(tmp_path, [Fake(name, 60, cache_bytes=20) for name in "ab"]) as served:
+        a, b = served.model("a"), served.model("b")
+        a.place = b.place = "cuda:0"
+        served.host.pool.budgets = {HOST: 100, "cuda:0": 100}
+        assert served.says("a") == "a"
+        assert (a.held_bytes, a.holds(HOST)) == (60, 0)
+        assert served.says("b") == "b"
+        assert (a.status, a.held_bytes, a.holds(HOST), b.holds(HOST)) == ("sleeping", 0, 40, 0)
+        assert served.says("a") == "a"
+        assert (a.held_bytes, a.holds(HOST), b.held_bytes, b.holds(HOST)) == (60, 40, 0, 40)
+        assert served.http.post("/models/unload", json={"model": "a"}).status_code == 200
+        assert (a.held_bytes, a.holds(HOST)) == (0, 0)
 
 
 def test_an_idle_one_sleeps_after_its_time_but_goes_if_that_is_none(tmp_path: Path) -> None:
