@@ -87,9 +87,10 @@ class OutputLine(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A line of the input; `problem`: why it is none."""
+    """A line of the input. number: among those that are not empty; place: in the file; problem: why it is none."""
 
     number: int
+    place: int
     custom_id: str | None
     line: Line | None
     problem: str = ""
@@ -179,7 +180,7 @@ async def _answer(
 async def _answer_one(app: ServerApplication, request: _Request) -> OutputLine:
     answer_id = f"batch_req_{request.number}"
     if request.line is None:
-        error = Unreadable("invalid_line", f"line {request.number}: {request.problem}")
+        error = Unreadable("invalid_line", f"line {request.place}: {request.problem}")
         return OutputLine(answer_id, request.custom_id, error=error)
     body = msgspec.json.encode(request.line.body)
     for wait_s in (*RETRY_WAITS_S, None):
@@ -189,7 +190,7 @@ async def _answer_one(app: ServerApplication, request: _Request) -> OutputLine:
         if wait_s is not None:
             await asyncio.sleep(wait_s)
     raise BatchStoppedError(
-        f"line {request.number} is still answered with {status} after {sum(RETRY_WAITS_S):.0f} s: "
+        f"line {request.place} is still answered with {status} after {sum(RETRY_WAITS_S):.0f} s: "
         f"{content.decode(errors='replace')[:200]}; run the same command again to go on from this line"
     )
 
@@ -234,20 +235,21 @@ async def _post(app: ServerApplication, path: str, body: bytes) -> tuple[int, st
 def _requests(path: Path) -> Iterator[_Request]:
     """The requests of the input, numbered from 1."""
     seen: set[str] = set()
-    for number, text in enumerate(_lines(path), 1):
-        yield _request(number, text, seen)
+    for number, (place, text) in enumerate(_lines(path), 1):
+        yield _request(number, place, text, seen)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of the input that are not empty, without the mark that editors on Windows write before UTF-8."""
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of the input that are not empty, without the mark that editors on Windows write before UTF-8, and their
+    numbers in the file."""
     with path.open("rb") as lines:
-        for place, line in enumerate(lines):
-            text = line if place else line.removeprefix(codecs.BOM_UTF8)
+        for place, line in enumerate(lines, 1):
+            text = line if place > 1 else line.removeprefix(codecs.BOM_UTF8)
             if text.strip():
-                yield text
+                yield place, text
 
 
-def _request(number: int, text: bytes, seen: set[str]) -> _Request:
+def _request(number: int, place: int, text: bytes, seen: set[str]) -> _Request:
     custom_id = None
     try:
         fields = msgspec.json.decode(text)
@@ -255,7 +257,7 @@ def _request(number: int, text: bytes, seen: set[str]) -> _Request:
             custom_id = fields["custom_id"]
         line = msgspec.convert(fields, Line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return _Request(number, custom_id, None, f"it is no request: {error}")
+        return _Request(number, place, custom_id, None, f"it is no request: {error}")
     problem = ""
     if line.url not in URLS:
         problem = f"url must be one of {', '.join(URLS)}, got {line.url[:100]!r}"
@@ -264,7 +266,7 @@ def _request(number: int, text: bytes, seen: set[str]) -> _Request:
     elif line.custom_id in seen:
         problem = f"custom_id {line.custom_id[:100]!r} is an earlier line's"
     seen.add(line.custom_id)
-    return _Request(number, custom_id, None if problem else line, problem)
+    return _Request(number, place, custom_id, None if problem else line, problem)
 
 
 class _Output:
@@ -311,10 +313,13 @@ class _Output:
             ) from None
         expected = None if request is None else (f"batch_req_{number}", request.custom_id)
         if found != expected:
-            wanted = "there is none" if request is None else f"got {request.custom_id!r:.100}"
+            wanted = (
+                f"{input_file} has only {number - 1} lines"
+                if request is None
+                else f"in line {request.place} of {input_file} got {request.custom_id!r:.100}"
+            )
             raise BatchFileError(
-                f"{self._path}: line {number} answers {found[1]!r:.100}, and in line {number} of {input_file} "
-                f"{wanted}; name another file",
+                f"{self._path}: line {number} answers {found[1]!r:.100}, and {wanted}; name another file",
                 param="output_file",
             )
 

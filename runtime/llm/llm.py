@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.admission import check_generates, prepare
+from runtime.engine.checks import is_number
 from runtime.engine.errors import QueueFullError, RequestError
 from runtime.engine.messages import EngineOutput
 from runtime.engine.option_names import known_options
@@ -292,7 +293,7 @@ class LLM(LoadedModel):
 
         Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
         """
-        if not (isinstance(refusal_threshold, (int, float)) and 0 <= refusal_threshold <= 1):
+        if not (is_number(refusal_threshold) and 0 <= refusal_threshold <= 1):
             problem = f"refusal_threshold must be from 0 to 1, got {refusal_threshold!r:.80}"
             raise RequestError(problem, param="refusal_threshold")
         asked, conversations, tokenizer = questions_of(questions), conversations_of(inputs), self.get_tokenizer()

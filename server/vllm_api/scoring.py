@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime.engine.errors import ContextLengthExceededError
 from runtime.pooling import activated
 from runtime.text.pooled_texts import check_cut, pair_of
 from server.errors import engine_errors, invalid
@@ -138,7 +139,8 @@ def _prepare_scores(service: Service, body: Body) -> AskedEmbeddings:
         return ScoreAnswer(id=new_id("score"), **_common(prepared), data=data)
 
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
-    return _ranking(service, body.exchange.tenant, asked.model, pairs, "text_2", asked.truncate_prompt_tokens, answer)
+    names = ("queries" if asked.text_1 is None else "text_1", "documents" if asked.text_2 is None else "text_2")
+    return _ranking(service, body.exchange.tenant, asked.model, pairs, names, asked.truncate_prompt_tokens, answer)
 
 
 def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
@@ -211,7 +213,7 @@ def _prepare_ranking(service: Service, body: Body) -> AskedEmbeddings:
 
     pairs = [(asked.query, text) for text in texts]
     return _ranking(
-        service, body.exchange.tenant, asked.model, pairs, "documents", asked.truncate_prompt_tokens, answer
+        service, body.exchange.tenant, asked.model, pairs, ("query", "documents"), asked.truncate_prompt_tokens, answer
     )
 
 
@@ -226,7 +228,7 @@ def _tei_ranking(service: Service, asked: RerankRequest, tenant: str | None) -> 
         ]
 
     pairs = [(asked.query, text) for text in texts]
-    return _ranking(service, tenant, asked.model, pairs, "texts", most, answer)
+    return _ranking(service, tenant, asked.model, pairs, ("query", "texts"), most, answer)
 
 
 def tei_room(truncate: bool | None, direction: Direction | None) -> int | None:
@@ -257,7 +259,7 @@ def _prepare_cohere_ranking(service: Service, body: Body) -> AskedEmbeddings:
             text if len(each) <= most else tokenizer.decode(each[:most]) for text, each in zip(texts, ids, strict=True)
         ]
     pairs = [(asked.query, text) for text in texts]
-    return _ranking(service, body.exchange.tenant, asked.model, pairs, "documents", -1, answer)
+    return _ranking(service, body.exchange.tenant, asked.model, pairs, ("query", "documents"), -1, answer)
 
 
 def _ranked(
@@ -274,12 +276,14 @@ def _ranking(
     tenant: str | None,
     model: str | None,
     pairs: Sequence[tuple[str, str]],
-    field: str,
+    names: tuple[str, str],
     most: int | None,
     answer: Callable[[AskedEmbeddings, list[Vector]], Any],
 ) -> AskedEmbeddings:
-    """The scores of pairs. Raises `ApiError` 400 for a model that was not trained to rank."""
+    """The scores of pairs, whose two fields in the request are `names`. Raises `ApiError` 400, also for a model that
+    was not trained to rank."""
     service.check_model(model)
+    first, field = names
     info = service.client.info
     if not info.pooling.scores_pairs:
         raise invalid(
@@ -294,7 +298,11 @@ def _ranking(
     room = None if most is None else info.max_model_len if most == -1 else min(most, info.max_model_len)
     found = [pair_of(service.tokenizer, info.pooling, *pair, room) for pair in pairs]
     with engine_errors():
-        for ids, _ in found:
+        for (query, _), (ids, _) in zip(pairs, found, strict=True):
+            if len(ids) > info.max_model_len:  # no shorter document helps a query that is too long itself
+                num_least = len(pair_of(service.tokenizer, info.pooling, query, "")[0])
+                if num_least > info.max_model_len:
+                    raise ContextLengthExceededError(num_least, info.max_model_len, has_answer=False, param=first)
             check_cut(ids, most)
     given = EmbeddingRequest(model=model, input=[ids for ids, _ in found])
     prepared = prepare_embeddings(service, given, answer, tenant, field)

@@ -66,8 +66,9 @@ def test_answers_are_the_servers_in_order(tmp_path: Path) -> None:
     assert run(source, target, concurrency=5) == (39, 8)
     found = answers(target)
     assert [each["id"] for each in found] == [f"batch_req_{number}" for number in range(1, 40)]
-    for answer, (_, custom_id, problem) in zip(found[30:36], wrong, strict=True):
+    for place, answer, (_, custom_id, problem) in zip(range(32, 38), found[30:36], wrong, strict=True):
         assert (answer["custom_id"], answer["response"]) == (custom_id, None)
+        assert answer["error"]["message"].startswith(f"line {place}: ")  # in the file, whose 31st is empty
         assert problem in answer["error"]["message"]
     assert [each["response"]["status_code"] for each in found[36:]] == [400, 200, 404]
     assert found[36]["response"]["body"]["error"]["param"] == "temperature"
@@ -91,7 +92,7 @@ def test_answers_are_the_servers_in_order(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         ('{"id": "batch_req_1", "custom_id": "other"}\n', "answers 'other', and in line 1 .* got 'line 0'"),
-        ('{"id": "batch_req_1", "custom_id": "line 0"}\n{"id": "batch_req_2", "custom_id": "x"}\n', "there is none"),
+        ('{"id": "batch_req_1", "custom_id": "line 0"}\n{"id": "batch_req_2", "custom_id": "x"}\n', "has only 1 lines"),
         ("no answer\n", "line 1 is no answer"),
         ("no answer", "line 1 is no answer"),
         ('{"id":"batch_req_1","custom_id":"line 0"}\n{"id":"batch_req_2",', "line 2 is no answer"),

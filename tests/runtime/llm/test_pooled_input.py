@@ -44,6 +44,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         ("decide", ([3], [PREDICATE]), {}, r"inputs\[0\] must be a text or a list of messages, got \[3\]"),
         ("decide", ("a", None), {}, "questions must be a list, got NoneType"),
         ("decide", ("a", [PREDICATE]), {"refusal_threshold": "x"}, "refusal_threshold must be from 0 to 1, got 'x'"),
+        ("decide", ("a", [PREDICATE]), {"refusal_threshold": True}, "refusal_threshold must be from 0 to 1, got True"),
     ],
 )  # fmt: skip
 def test_wrong_input(llm: LLM, call: str, arguments: Any, fields: Any, problem: str) -> None:

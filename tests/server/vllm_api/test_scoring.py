@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,26 @@ def test_ranking(ranking: Real, path: str) -> None:
     else:
         assert [each["document"]["text"] for each in answer["results"]] == [TEXTS[i] for i in order]
     assert len(ranking.http.post(path, json={**body, "top_n": 2}).json()["results"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/rerank", {"query": "fox " * 100, "documents": ["x"]}, "query"),
+        ("/rerank", {"query": "fox " * 100, "documents": ["x"], "truncate_prompt_tokens": -1}, "query"),
+        ("/rerank", {"query": "fox " * 100, "texts": ["x"], "truncate": True}, "query"),
+        ("/v2/rerank", {"query": "fox " * 100, "documents": ["x"]}, "query"),
+        ("/score", {"text_1": ["x", "fox " * 100], "text_2": ["x", "x"]}, "text_1"),
+        ("/score", {"queries": "fox " * 100, "documents": "x"}, "queries"),
+        ("/score", {"queries": "x", "documents": ["x", "fox " * 100]}, "documents"),
+        ("/score", {"text_1": "fox " * 40, "text_2": "fox " * 40}, "text_2"),
+    ],
+)
+def test_the_text_that_is_too_long_is_named(ranking: Real, path: str, more: dict[str, Any], param: str) -> None:
+    refused = ranking.http.post(path, json={"model": ranking.model, **more})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+    assert "maximum context length is 64 tokens" in refused.json()["error"]["message"]
 
 
 def test_long_documents(ranking: Real) -> None:
