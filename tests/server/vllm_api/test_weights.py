@@ -275,7 +275,7 @@ def test_tokens_in_and_out(client: httpx.Client) -> None:
         refused = client.post("/inference/v1/generate", json={**body, **wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     for sampling, field, words in (
-        ({"top_p": 7}, "top_p", "got 7"), ({"prompt": [1]}, "prompt", "has no"), ({"rid": "a"}, "rid", "has no"),
+        ({"top_p": 7}, "top_p", "got 7"), ({"prompt": [1]}, "prompt", "Unknown"), ({"rid": "a"}, "rid", "Unknown"),
         ({"tmp": 7}, "tmp", "Unknown parameter"), ({"temprature": 1}, "temprature", "Is 'temperature' meant?"),
         ({"top_p": "a"}, "top_p", "expected number or null, got string"), ({"seed": 1.5}, "seed", "expected integer"),
         ({"n_predict": "a"}, "n_predict", "expected integer or null, got string"), ({"n": 10**6}, "n", "at most"),
