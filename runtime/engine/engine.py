@@ -312,6 +312,8 @@ class Engine:
             if not self._has_work_beside_pictures:
                 return outputs
         adapters = self.adapters if self.adapters is not None and len(self.adapters) > 0 else None
+        if self.hand_overs is not None:
+            self.hand_overs.let_go()  # not at the step's end: the second token would wait for it
         arriving = self.hand_overs if self.hand_overs is not None and len(self.hand_overs) > 0 else None
         if arriving is not None and not self._start_handed_over(arriving, outputs) and not self._awaits_beside_pages:
             return outputs
@@ -338,7 +340,6 @@ class Engine:
         if (stored := self.scheduler.stored) is not None:
             stored.write_some()
         if self.hand_overs is not None:
-            self.hand_overs.let_go()
             self.hand_overs.announce(outputs)
         self.steps.counters.steps += 1
         self._last_step_s = time.monotonic()
@@ -346,6 +347,8 @@ class Engine:
 
     def rest(self) -> None:
         """Do deferred work while idle: record the decode graph that the last step lacked, and store prefixes."""
+        if self.hand_overs is not None:
+            self.hand_overs.let_go()
         if not self.has_work and not self.pauses.is_held:
             self.executor.record()
             if (stored := self.scheduler.stored) is not None:

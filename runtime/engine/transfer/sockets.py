@@ -396,7 +396,9 @@ class SharedMemoryTransport(SocketTransport):
         try:
             if os.fstat(descriptors[0]).st_size != num_bytes:
                 raise TransferError("the peer's memory has another size than its header says")
-            return np.frombuffer(mmap.mmap(descriptors[0], num_bytes, prot=mmap.PROT_READ), np.uint8)
+            # Pages are entered here, on the transport's thread, while the prompt is computed elsewhere.
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            return np.frombuffer(mmap.mmap(descriptors[0], num_bytes, flags, mmap.PROT_READ), np.uint8)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
