@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_465,
     "runtime/linear": 3_230,
     "runtime/kv": 1_668,
-    "runtime/engine": 27_046,
+    "runtime/engine": 27_051,
     "runtime/text": 7_342,
     "runtime/llm": 1_947,
     "runtime/parallel": 2_150,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_165,
     "server": 23_395,
     "tokenizer": 7_605,
-    "tools": 18_847,
+    "tools": 18_990,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

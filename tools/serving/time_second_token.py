@@ -117,7 +117,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15, help="Prompts of a length.")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="Tokens of a prompt.")
-    parser.add_argument("--layers", type=int, default=7, help="Of the second shape.")
+    parser.add_argument("--layers", type=int, default=7, help="Layers that the second shape has.")
     parser.add_argument("--note", default="", help="About the machine, kept in the file.")
     parser.add_argument("--json", type=Path, help="File for the report.")
     given = parser.parse_args()
