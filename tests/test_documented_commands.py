@@ -135,7 +135,7 @@ ELSEWHERE = {
     ),
     "many minutes of a quiet machine": (
         "xserv bench exact", "xserv bench products", "xserv bench products --rates", "xserv bench kernels --device cpu",
-        "xserv bench kernels --device cpu --parts adapters", "xserv bench kernels --device cpu --parts states",
+        "xserv bench kernels --device cpu --parts states",
         "python -m runtime.cli bench speculation --model FOLDER --batches 1,4,8 --rates 0.3,0.5,0.7,0.8,0.9 "
         "--output-len 100",
         "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
