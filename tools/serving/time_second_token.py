@@ -78,8 +78,8 @@ def measure(model: Path, turns: int, lengths: Sequence[int], **settings: Any) ->
         closing(HandingFleet(model, prefill_engines=1, decode_engines=1, **settings)) as fleet,
     ):
         for number in range(6):  # uses the whole cache
-            for client in (one, fleet):
-                ask(client, f"first {number}", [generator.randrange(3, 600) for _ in range(max(lengths))])
+            for each in (one, fleet):
+                ask(each, f"first {number}", [generator.randrange(3, 600) for _ in range(max(lengths))])
         for length in lengths:
             times: dict[str, list[list[float]]] = {"one": [], "fleet": []}
             num_differing = 0
