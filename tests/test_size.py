@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_465,
     "runtime/linear": 3_230,
     "runtime/kv": 1_668,
-    "runtime/engine": 27_051,
+    "runtime/engine": 27_053,
     "runtime/text": 7_342,
     "runtime/llm": 1_947,
     "runtime/parallel": 2_150,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_987
+MOST_WORDS = 40_000
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -14,7 +14,7 @@ import pytest
 from models.checkpoints.model_files import ModelFolder
 from runtime.engine.make_client import StartingClient
 from runtime.engine.make_engine import build_engine
-from runtime.engine.process.spawning import WaitingProcess
+from runtime.engine.process.spawning import ENGINE, WaitingProcess
 from runtime.engine.process.supervisor import ProcessEngineClient
 from tests.models.encoder_cases import write_encoder
 from tests.waiting import TIMEOUT_S
@@ -116,7 +116,7 @@ def test_a_waiting_process_that_nobody_takes_is_ended() -> None:
         process = waiting._begun[1]
         assert process.poll() is None
     assert process.poll() is not None
-    assert waiting.take() is None
+    assert waiting.take(ENGINE) is None
 
 
 @pytest.mark.parametrize("arguments", [["nothing/at/all"], ["nothing/at/all", "--max-num-seqs", "0"], ["--in-process"]])
@@ -136,3 +136,11 @@ def test_an_encoders_engine_reads_no_tokenizer(tmp_path: Path, monkeypatch: pyte
     engine.close()
     assert read == []
     assert engine.info.eos_token_ids == ()
+
+
+def test_a_waiting_process_of_another_command_is_ended() -> None:
+    with WaitingProcess() as waiting:
+        assert waiting._begun is not None
+        process = waiting._begun[1]
+        assert waiting.take([*ENGINE, "--other"]) is None
+        assert process.poll() is not None

@@ -97,7 +97,7 @@ class EngineProcess(EngineConnection):
     """
 
     def __init__(self, start: Start, command: Sequence[str] = ENGINE, *, waiting: WaitingProcess | None = None) -> None:
-        begun = None if waiting is None or waiting.command != command else waiting.take()
+        begun = None if waiting is None else waiting.take(command)
         ours, self._process = begun or connected_process(command)
         super().__init__(ours)
         self.pid = self._process.pid

@@ -55,19 +55,21 @@ class WaitingProcess:
     Made on a thread that lives as long as the process. Raises ``OSError`` if it cannot be started."""
 
     def __init__(self, command: Sequence[str] = ENGINE) -> None:
-        self.command = command
+        self._command = command
         self._begun: tuple[socket.socket, subprocess.Popen[bytes]] | None = connected_process(command)
         self._lock = threading.Lock()
 
-    def take(self) -> tuple[socket.socket, subprocess.Popen[bytes]] | None:
-        """Our end of its socket, and itself, for the first caller; then None."""
+    def take(self, command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]] | None:
+        """Our end of its socket, and itself, for the first caller; then None. It ends if another command is wanted."""
+        if command != self._command:
+            self.close()
         with self._lock:
             begun, self._begun = self._begun, None
         return begun
 
     def close(self) -> None:
         """End it unless it was taken."""
-        if (begun := self.take()) is not None:
+        if (begun := self.take(self._command)) is not None:
             begun[0].close()
             begun[1].kill()
             begun[1].wait()

@@ -122,7 +122,7 @@ def test_times_that_are_learned_later_choose_the_same_roles() -> None:
     assert (roles.num_prefill, roles.limit_s, roles.budgets) == (0, 0.0, [2048] * 4)
     loads = [EngineLoad(0, 90, 9000), EngineLoad(700, 1, 1000), IDLE, IDLE]
     assert [roles.decode_engine(loads, engine) for engine in range(4)] == [0, 1, 2, 3]
-    assert np.argmin(roles.prompt_costs(loads[:2], np.array([500, 500]))) == 0
+    assert np.argmin(roles.prompt_costs(loads[:2], np.array([500, 500]))) == 1  # by tokens left, of prompts and answers
     for _ in range(1000):
         roles.ended(1000, 1000, 200)
     roles.learn(weights_first)
