@@ -2,7 +2,7 @@
 server whose model follows a script. Run by hand, with the programs installed elsewhere:
 
     python -m tests.clients.record_agents claude /folder/node_modules/.bin/claude
-    python -m tests.clients.record_agents codex|aider|open_webui PROGRAM
+    python -m tests.clients.record_agents codex|aider|open_webui|opencode|cline PROGRAM
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NOWHERE = {"HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:
 
 
 class Recorder:
-    """An application that notes the requests to another one."""
+    """An application that notes the requests to another one, in the order of their answers."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.config = app, app.config
@@ -65,11 +65,14 @@ class Recorder:
             message = await receive()
             if message["type"] == "http.request":
                 body.extend(message.get("body", b""))
-                if not message.get("more_body") and scope["method"] == "POST":
-                    self.requests.append({"path": scope["path"], "body": json.loads(bytes(body) or b"{}")})
             return message
 
-        await self.app(scope, noted, send)
+        async def answered(message: Json) -> None:
+            if message["type"] == "http.response.start" and scope["method"] == "POST":
+                self.requests.append({"path": scope["path"], "body": json.loads(bytes(body) or b"{}")})
+            await send(message)
+
+        await self.app(scope, noted, answered)
 
 
 def script(request: EngineRequest) -> str:
@@ -82,6 +85,8 @@ def script(request: EngineRequest) -> str:
     for name, arguments in (
         ("Bash", {"command": COMMANDS[said % 6], "description": "Looks at the folder"}),
         ("exec_command", {"cmd": COMMANDS[said % 6]}),
+        ("bash", {"command": COMMANDS[said % 6], "description": "Looks at the folder"}),
+        ("run_commands", {"commands": [COMMANDS[said % 6]]}),
     ):
         if name in tools and is_due:
             return f"I look at the folder, step {said + 1}.\n" + CALL % (name, json.dumps(arguments))
@@ -123,6 +128,26 @@ def run_aider(program: Path, url: str, home: Path, work: Path) -> None:
     ]  # fmt: skip
     for question in QUESTIONS:
         run(program, [*options, "--message", question], home, work)
+
+
+def run_opencode(program: Path, url: str, home: Path, work: Path) -> None:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible", "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+        "models": {MODEL: {"tool_call": True}},
+    }  # fmt: skip
+    settings = {"provider": {"own": provider}, "autoupdate": False, "share": "disabled"}
+    (work / "opencode.json").write_text(json.dumps(settings), encoding="utf-8")
+    environment = {"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1", "PWD": str(work)}
+    for number, question in enumerate(QUESTIONS):
+        more = ["--continue"] if number else []
+        run(program, ["run", "--auto", "-m", f"own/{MODEL}", *more, question], home, work, **environment)
+
+
+def run_cline(program: Path, url: str, home: Path, work: Path) -> None:
+    data = ["--data-dir", str(home / "data")]
+    run(program, ["auth", "-p", "openai", "-k", "none", "-m", MODEL, "-b", f"{url}/v1", *data], home, work)
+    for question in QUESTIONS:
+        run(program, [*data, "-P", "openai", "-m", MODEL, "--json", "-c", str(work), question], home, work)
 
 
 def run_open_webui(program: Path, url: str, home: Path, work: Path) -> None:
@@ -181,7 +206,10 @@ def _result(call: Json) -> Json:
     return {"role": "tool", "tool_call_id": call["id"], "content": "teh cat sat on the mat"}
 
 
-PROGRAMS = {"claude": run_claude, "codex": run_codex, "aider": run_aider, "open_webui": run_open_webui}
+PROGRAMS = {
+    "claude": run_claude, "codex": run_codex, "aider": run_aider, "open_webui": run_open_webui,
+    "opencode": run_opencode, "cline": run_cline,
+}  # fmt: skip
 START_S = 900.0
 """Seconds that a busy machine may take for a program's start."""
 

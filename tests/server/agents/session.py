@@ -297,7 +297,7 @@ def hold_ollama(server: Recorded) -> None:
 
 PROGRAMS = {
     name: json.loads((Path(__file__).parent / "recorded" / f"{name}.json").read_text(encoding="utf-8"))
-    for name in ("claude", "codex", "aider")
+    for name in ("claude", "codex", "aider", "opencode", "cline")
 }
 """What programs sent, by `tests.clients.record_agents`: their requests, texts without sense, and the answers."""
 

@@ -58,11 +58,13 @@ def test_a_program_reuses_what_it_could(name: str, model: str, tmp_path: Path, m
     assert reused >= LEAST_REUSED * could, f"{reused} of {could} tokens were reused"
 
 
+@pytest.mark.parametrize("name", ["aider", "opencode", "cline"])
 def test_a_program_that_changes_its_history_reuses_what_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """aider puts the files before its latest question, and drops them from its history."""
-    program = PROGRAMS["aider"]
+    """aider puts the files before its latest question, and drops them from its history; opencode asks for a title
+    between; Cline begins each task anew."""
+    program = PROGRAMS[name]
     with recorded(MODELS / "demo", tmp_path, monkeypatch, is_tiny=True, texts=program["answers"]) as server:
         send_recorded(server, program)
         turns = server.turns
