@@ -67,7 +67,8 @@ def serve(
                        `allowed_hosts`, and its own pages are allowed
     in_process         the engine in a thread of this process, not in one of its own; for debugging
     chat_template      a Jinja template, or a file that holds one, instead of the model's own
-    waiting            a process for the engine of one model, which the caller closes; None starts one
+    waiting            a process for the engine, which the caller closes; ended at once if several engines are needed.
+                       None starts one
     engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
     Raises `ServerStartError`, `ServerConfigError`, and the errors of `start_client` and `Tokenizer.from_pretrained`:
@@ -99,6 +100,8 @@ def serve(
         template = read_chat_template(chat_template)
         server: Any
         if several:
+            if waiting is not None:
+                waiting.close()
             hosting = _hosting.HostApplication(several, config, log_writer=writer, tracing=tracing)
             stack.enter_context(closing(hosting.hosted.pool))
             server = _hosting_server.HostServer(hosting)

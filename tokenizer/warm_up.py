@@ -1,4 +1,4 @@
-"""Warm-up of a tokenizer's process: compiled loops are read from disk, or compiled."""
+"""Compiles a tokenizer's loops ahead, and tells whether it has some and whether they are compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _cache = later("numba_kernels.cache")
 
 
 def is_compiled() -> bool:
-    """Whether an earlier process has compiled the loops, so that `warm_up` runs no compiler."""
+    """Whether an earlier process has compiled the loops, so that they need no compiler."""
     return any(_cache.cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
 
 
@@ -41,12 +41,3 @@ def _merges() -> None:
 
 LOOPS = (_byte_level, _merges)
 """Each runs compiled loops once, which are read from disk, or compiled, some seconds each."""
-
-
-def warm_up() -> None:
-    """Runs each compiled loop once: half a second, or some seconds without compiled code on disk.
-
-    It may run in a thread.
-    """
-    for run in LOOPS:
-        run()

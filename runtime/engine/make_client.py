@@ -54,8 +54,9 @@ def start_client(
 
 
 class StartingClient:
-    """An engine that is starting; the arguments are ``start_client``'s, and a process that is ``waiting`` to run it.
-    The constructor returns at once, and raises the errors of options. An engine in this process starts in ``wait``."""
+    """An engine that is starting; the arguments are ``start_client``'s, and a process that is ``waiting`` to run it,
+    which is ended if there are several. The constructor returns at once, and raises the errors of options. An engine in
+    this process starts in ``wait``."""
 
     def __init__(
         self,
@@ -92,6 +93,8 @@ class StartingClient:
             return
         supervision = Supervision() if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
         if is_fleet(self._config):
+            if waiting is not None:
+                waiting.close()
             on_ray = self._config.distributed_executor_backend == "ray"
             places = _ray.RayEngines(self._config, ray_address or "auto") if on_ray else None
             kind = _handing_fleets.HandingFleet if self._config.hands_over else _fleets.Fleet

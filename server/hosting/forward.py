@@ -20,7 +20,6 @@ from server.hosting.durations import seconds_of
 from server.hosting.facts import Purpose
 from server.hosting.host import Host
 from server.hosting.hosted import HostedModel
-from server.names import UNTAGGED
 from server.ollama_api.endpoints import AnsweredMessage, ChatLine, GenerateLine, Line
 from server.transport.body import Body, decode_body, read_body
 from server.transport.exchange import Exchange
@@ -105,8 +104,6 @@ class Forward:
             return self._default(host)
         if not isinstance(name, str):
             raise invalid("model", "Invalid type for model: a string is expected.", "invalid_type")
-        if host.find(name) is None:
-            name = name.removesuffix(UNTAGGED)
         return host.named(name)
 
     def _default(self, host: Host) -> HostedModel:

@@ -19,6 +19,7 @@ from server.hosting.hosted import HostedModel, StartEngine
 from server.hosting.memory import budgets, default_cache_bytes, expected_bytes, place_of
 from server.hosting.pool import ModelPool, size
 from server.hosting.settings import ModelSettings
+from server.names import UNTAGGED
 from server.service import AppState
 
 logger = logging.getLogger("xserv.server")
@@ -74,8 +75,9 @@ class Host:
         return owner or next((each for each in self.models if each.service and name in each.service.adapters), None)
 
     def named(self, name: str) -> HostedModel:
-        """The same. Raises `ApiError` 404, with the names that there are."""
-        if (model := self.find(name)) is not None:
+        """The model that a request names, perhaps with the tag ":latest". Raises `ApiError` 404, with the names that
+        there are."""
+        if (model := self.find(name) or self.find(name.removesuffix(UNTAGGED))) is not None:
             return model
         names = [each for model in self.models for each in model.all_names]
         more = len(names) - MOST_LISTED_NAMES

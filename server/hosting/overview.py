@@ -19,7 +19,6 @@ from server.errors import dialect_of, invalid, starting
 from server.hosting.durations import FOR_EVER
 from server.hosting.host import Host
 from server.hosting.hosted import HostedModel
-from server.names import UNTAGGED
 from server.ollama_api.models import (
     Capability,
     ListedModel,
@@ -134,7 +133,7 @@ async def show(request: Request) -> Response:
     name = asked.model if asked.model is not None else asked.name
     if name is None:
         raise invalid("model", "Missing required parameter: model.", "missing_required_parameter")
-    model = host.named(name.removesuffix(UNTAGGED) if host.find(name) is None else name)
+    model = host.named(name)
     if model.service is not None:
         return JsonAnswer(shown(model.service))
     path = local_model(model.settings.model)

@@ -87,10 +87,8 @@ def _table(name: str, values: dict[str, str]) -> dict[str, Any]:
         table["mmproj"] = values["mmproj"]
     if "chat-template-file" in values:
         table["chat-template"] = values["chat-template-file"]
-    if "load-on-startup" in values:
-        table["load"] = "start" if _flag(name, "load-on-startup", values["load-on-startup"]) else "demand"
-    else:
-        table["load"] = "demand"  # as llama-server's router
+    is_loaded = _flag(name, "load-on-startup", values.get("load-on-startup", "false"))  # llama-server's default
+    table["load"] = "start" if is_loaded else "demand"
     return table
 
 

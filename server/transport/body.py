@@ -155,7 +155,8 @@ def _not_json(body: bytes, text: str) -> ApiError:
     if (found is None or "surrogate" in text) and _has_lone_surrogate(body):
         return invalid(None, "The body holds half of a surrogate pair, which is no text.", "invalid_json")
     if found is None:
-        return invalid(None, "The body is not valid JSON: it ends too early.", "invalid_json")
+        problem = "is not UTF-8" if "UTF-8" in text else "is not valid JSON: it ends too early"
+        return invalid(None, f"The body {problem}.", "invalid_json")
     position = int(found.group(1))
     if not_a_number := _NOT_A_NUMBER.match(body, position):
         name = not_a_number.group().decode()

@@ -196,7 +196,7 @@ async def _changed(request: Request, status: str, command: Command) -> Response:
 
 
 async def _ordered(request: Request, command: Command) -> EngineCondition:
-    """The engine obeys a caller who was admitted."""
+    """The engine's condition after a command. Call it after `_admitted`."""
     service = AppState.of(request).service
     with engine_errors():
         found = EngineCondition.of(await asyncio.wrap_future(service.client.order(command)))

@@ -16,6 +16,7 @@ from runtime.engine.make_client import StartingClient
 from runtime.engine.make_engine import build_engine
 from runtime.engine.process.spawning import ENGINE, WaitingProcess
 from runtime.engine.process.supervisor import ProcessEngineClient
+from server.serve import serve
 from tests.models.encoder_cases import write_encoder
 from tests.waiting import TIMEOUT_S
 
@@ -117,6 +118,32 @@ def test_a_waiting_process_that_nobody_takes_is_ended() -> None:
         assert process.poll() is None
     assert process.poll() is not None
     assert waiting.take(ENGINE) is None
+
+
+def test_a_waiting_process_is_ended_where_several_engines_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(Exception):
+        pass
+
+    def with_fleet(waiting: WaitingProcess) -> None:
+        StartingClient(folder, waiting=waiting, device="cpu", data_parallel_size=2).close()
+
+    def with_name(waiting: WaitingProcess) -> None:
+        with pytest.raises(Told):
+            serve([f"one={folder}"], port=0, waiting=waiting)
+
+    def tell(*_: object, **__: object) -> None:
+        raise Told
+
+    folder = write_encoder(tmp_path, "bert")
+    monkeypatch.setattr("server.hosting.application.HostApplication", tell)
+    for start in (with_fleet, with_name):
+        with WaitingProcess() as waiting:
+            assert waiting._begun is not None
+            process = waiting._begun[1]
+            start(waiting)
+            assert process.poll() is not None
 
 
 @pytest.mark.parametrize("arguments", [["nothing/at/all"], ["nothing/at/all", "--max-num-seqs", "0"], ["--in-process"]])

@@ -57,6 +57,7 @@ def test_every_api_by_its_client(served: Served) -> None:
             model="two", messages=[{"role": "user", "content": "Hi"}], stream=True, temperature=0
         )
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "two"
+        assert client.models.retrieve("two:latest").id == "two:latest"
         assert client.completions.create(model="two:latest", prompt="Hi", temperature=0).choices[0].text == "two"
         vectors = client.embeddings.create(model="text-embedding-3-small", input=["a", "b"], encoding_format="float")
         assert [len(each.embedding) for each in vectors.data] == [4, 4]

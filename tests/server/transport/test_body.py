@@ -72,6 +72,20 @@ def head(*lines: str) -> bytes:
     return "\r\n".join([f"POST {CHAT} HTTP/1.1", "Host: x", "Content-Type: application/json", *lines, "", ""]).encode()
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"model": "\xff"}', "is not UTF-8"), (b'{"\xe2\x82": 1}', "is not UTF-8"),
+        (b'{"model": "a', "is not valid JSON: it ends too early"), (b"\xff", "is not valid JSON (at byte 0)"),
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_json(served: Served, body: bytes, problem: str) -> None:
+    response = served.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["message"]) == ("invalid_json", f"The body {problem}.")
+
+
 def test_a_hundred_megabytes(served: Served) -> None:
     headers = {"content-type": "application/json"}
     check_too_large(served.http.post(CHAT, content=bytes(100 * MEGABYTE), headers=headers))
