@@ -21,10 +21,10 @@ MOST_LINES = {
     "runtime/backends": 3_465,
     "runtime/linear": 3_230,
     "runtime/kv": 1_668,
-    "runtime/engine": 27_056,
+    "runtime/engine": 27_054,
     "runtime/text": 7_342,
     "runtime/llm": 1_947,
-    "runtime/parallel": 2_150,
+    "runtime/parallel": 2_151,
     "runtime/images": 937,
     "runtime/commands": 3_066,
     "runtime/bench": 11_804,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_165,
     "server": 23_395,
     "tokenizer": 7_596,
-    "tools": 18_990,
+    "tools": 18_989,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_999
+MOST_WORDS = 39_996
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

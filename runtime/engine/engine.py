@@ -230,11 +230,11 @@ class Engine:
         if request.awaits_grammar:
             assert self.vocabulary is not None
             self.grammars.add(request, self.vocabulary)
-        if request.awaits_pictures and not request.awaits_adapter:
-            self._await_pictures(request)
-        if request.awaits_adapter:
+        if request.awaits_adapter:  # before its pictures: an adapter may change their encoder
             assert self.adapters is not None, "prepared for another engine"
             self.adapters.add(request)
+        elif request.awaits_pictures:
+            self._await_pictures(request)
 
     def _await_pictures(self, request: Request) -> None:
         assert self.pictures is not None, "prepared for another engine"
@@ -482,8 +482,8 @@ class Engine:
         pictures.advance(start, fail, is_idle=not (self.steps.open or self.scheduler.has_work))
 
     def _start_adapted(self, adapters: Adapters, outputs: list[EngineOutput]) -> bool:
-        """Queue the requests whose adapters lie in slots, which may change what their images become; False if there is
-        no other work yet."""
+        """Queue the requests whose adapters lie in slots, or let them wait for their pictures; False if there is no
+        other work yet."""
 
         def start(request: Request) -> None:
             self.opened.start_with_adapter(request)

@@ -236,7 +236,7 @@ class AutoRoles:
         count = self.means.count
         if self._step is None:
             return
-        if count % _PLAN_EVERY == 0 or (count < _PLAN_EVERY and count >= _FIRST_PLAN and count & (count - 1) == 0):
+        if count % _PLAN_EVERY == 0 or (_FIRST_PLAN <= count < _PLAN_EVERY and count & (count - 1) == 0):
             self._plan()
 
     def _plan(self) -> None:
@@ -305,7 +305,8 @@ class AutoRoles:
 
     def _use(self, num_engines: int, prompt_s: float) -> float:
         """The share of the time for which so many engines may compute prompts of these mean seconds, so that
-        `_KEPT` of them wait short enough for the target (Allen and Cunneen's approximation, Poisson arrivals)."""
+        `_KEPT` of them wait short enough for the target (Allen and Cunneen's approximation, Poisson arrivals); 0.5 if
+        a prompt alone takes too long."""
         left_s = self.ttft_s - prompt_s
         if not num_engines or left_s <= 0.0:
             return 0.5

@@ -107,9 +107,8 @@ def measure(model: Path, turns: int, lengths: Sequence[int], **settings: Any) ->
                 "num_differing": num_differing,
             })  # fmt: skip
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        stats = fleet.stats()
         num_asked = 6 + len(lengths) * (turns + WARM_UP)
-        rows[-1]["num_lost"] = num_asked - (stats.num_arrived - stats.num_lost_transfers)
+        rows[-1]["num_lost"] = num_asked - fleet.stats().num_arrived
     return rows
 
 

@@ -110,7 +110,7 @@ class Scheduler:
         sequence.state = State.FINISHED
 
     def limit_steps(self, limit: StepLimit | None) -> None:
-        """Limit the next steps' tokens and times; None: to the budget alone."""
+        """Limit the tokens and seconds of steps from the next one on; None: their tokens, by the budget alone."""
         self._chunks.limit = limit
 
     def _has_prompts(self) -> bool:

@@ -1,8 +1,7 @@
 """Limits the time of steps with decodes: prompts get what it leaves.
 
-The time is predicted by a step model, so the scheduler still knows no clock. So that prompts are computed beside
-decodes that fill the time alone, every ``MOST_WITHOUT + 1``-th step at the latest has as many tokens of them as its
-budget allows.
+A step model predicts the time, so the scheduler still knows no clock. If decodes alone take all of it, at least every
+``MOST_WITHOUT + 1``-th step exceeds it and computes as many tokens of prompts as its budget allows.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ class StepLimit:
     seconds      the most seconds of a step with decodes and prompts; 0.0: the tokens alone count
     steps        the times of steps
     num_without  steps in a row without room for prompts that wait
+    is_full      the step that is planned has no room for all of a prompt: later ones do not overtake it
     """
 
     max_tokens: int
@@ -32,7 +32,6 @@ class StepLimit:
     steps: LinearStepModel
     num_without: int = 0
     is_full: bool = False
-    """The step that is planned has no room for all of a prompt: later ones do not overtake it."""
 
     def most(self, chunks: Sequence[Chunk], start: int, count: int) -> int:
         """How many of a prompt's ``count`` tokens after ``start`` a step with these chunks may compute."""
@@ -40,10 +39,9 @@ class StepLimit:
             return count
         if self.is_full:
             return 0
-        planned = [(each.start, each.num_tokens) for each in chunks]
         if not any(map(_is_decode, chunks)):
             return count
-        tokens, sequences, pairs, context = features_of(planned)
+        tokens, sequences, pairs, context = features_of([(each.start, each.num_tokens) for each in chunks])
         low, high = 0, count
         while low < high:
             middle = (low + high + 1) // 2

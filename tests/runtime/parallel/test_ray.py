@@ -306,5 +306,6 @@ def test_engines_with_roles_hand_over_by_tcp(cluster: Any) -> None:
             said.append([(sink.token_ids(), [output.logprobs for output in sink.wait()]) for sink in sinks])
         assert said[0] == said[1]
         assert fleet.routing.num_handed_over == 4
+        assert fleet.stats().num_arrived > 0
         assert fleet.stats().num_arrived + fleet.stats().num_lost_transfers == 4
         assert all(address.startswith(("tcp:", "unix:")) for address in fleet.info.transfer_addresses)

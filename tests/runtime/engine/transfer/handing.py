@@ -65,6 +65,15 @@ def run(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[Eng
     return found
 
 
+def answered_alone(model: Path, requests: Sequence[EngineRequest], **settings: Any) -> dict[tuple[str, int], Any]:
+    """What an engine says that runs one request at a time and shares no prefixes."""
+    alone = build_engine(model, **{**settings, "max_num_seqs": 1, "enable_prefix_caching": False})
+    try:
+        return said(run(alone, requests), requests)
+    finally:
+        alone.close()
+
+
 def address_of(engine: Engine, scheme: str) -> str:
     return next(each for each in engine.info.transfer_addresses if each.startswith(scheme))
 
@@ -80,6 +89,7 @@ def handed_over(
         for each in asked
         if any(output.is_handed_over for output in begun[each.request_id])
     ]
+    assert first.hand_overs is not None
     for each in asked:  # as a fleet does with the pages of those that have ended
         if each.request_id not in {other.request_id for other in rest}:
             first.hand_overs.drop(each.lease)

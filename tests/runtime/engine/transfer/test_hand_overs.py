@@ -25,6 +25,7 @@ from tests.runtime.engine.test_picture_schedules import make_requests as make_pi
 from tests.runtime.engine.test_stored_prefixes import GPU_CASES, len_vocabulary, write_case
 from tests.runtime.engine.transfer.handing import (
     address_of,
+    answered_alone,
     continued,
     handed_over,
     joined_engine,
@@ -43,10 +44,8 @@ def test_the_answer_is_that_of_one_engine(
     monkeypatch.setattr(State, "most_pages", lambda *_: 8)
     model, own = write_case(tmp_path / "model", case)
     settings: dict[str, Any] = {**SETTINGS, **own, "num_blocks": 200}
-    alone = build_engine(model, **{**settings, "max_num_seqs": 1, "enable_prefix_caching": False})
-    requests = make_requests(1, 40, alone.info.vocab_size)
-    known = said(run(alone, requests), requests)
-    alone.close()
+    requests = make_requests(1, 40, len_vocabulary(model))
+    known = answered_alone(model, requests, **settings)
     with (
         joined_engine(model, scheme, **settings, max_num_batched_tokens=16) as first,
         joined_engine(model, scheme, **settings) as second,
@@ -92,10 +91,7 @@ def test_nothing_of_the_prompt_is_computed_again(
 
 def hands_over_as_alone(model: Path, requests: list[EngineRequest], scheme: str = "unix", **settings: Any) -> None:
     """Requests are handed over and answered as by an engine that runs each alone, and nothing stays."""
-    lone = {"max_num_seqs": 1, "enable_prefix_caching": False, "speculation": "off", "prefix_cache_dir": ""}
-    alone = build_engine(model, **{**settings, **lone})
-    known = said(run(alone, requests), requests)
-    alone.close()
+    known = answered_alone(model, requests, **{**settings, "speculation": "off", "prefix_cache_dir": ""})
     with joined_engine(model, scheme, **settings) as first, joined_engine(model, scheme, **settings) as second:
         for engine in (first, second):
             if engine.speculator is not None:

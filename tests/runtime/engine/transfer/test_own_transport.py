@@ -11,13 +11,12 @@ import msgspec
 import pytest
 
 from runtime.engine.engine import Engine
-from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import Source
 from runtime.engine.transfer.transport import Arrived, Ended, Pages, StaleLeaseError, Transport
 from runtime.kv.kinds import State
 from tests.runtime.engine.storing_engine import SETTINGS, make_requests
-from tests.runtime.engine.test_stored_prefixes import write_case
-from tests.runtime.engine.transfer.handing import handed_over, joined_engine, run, said
+from tests.runtime.engine.test_stored_prefixes import len_vocabulary, write_case
+from tests.runtime.engine.transfer.handing import answered_alone, handed_over, joined_engine, said
 from tests.waiting import wait_until
 
 END = "end"
@@ -97,10 +96,8 @@ def test_four_functions_suffice(case: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(State, "most_pages", lambda *_: 8)
     model, own = write_case(tmp_path / "model", case)
     settings: dict[str, Any] = {**SETTINGS, **own, "num_blocks": 200}
-    alone = build_engine(model, **{**settings, "max_num_seqs": 1, "enable_prefix_caching": False})
-    requests = make_requests(1, 24, alone.info.vocab_size)
-    known = said(run(alone, requests), requests)
-    alone.close()
+    requests = make_requests(1, 24, len_vocabulary(model))
+    known = answered_alone(model, requests, **settings)
     with (
         joined_engine(model, **settings, max_num_batched_tokens=16) as first,
         joined_engine(model, **settings) as second,
