@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 40_763,
+    "numba_kernels": 40_757,
     "runtime/emulator": 16_988,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 2_151,
     "runtime/images": 937,
     "runtime/commands": 3_066,
-    "runtime/bench": 11_804,
+    "runtime/bench": 11_805,
     "runtime": 3_612,
     "models": 20_165,
     "server": 23_395,
     "tokenizer": 7_596,
-    "tools": 18_989,
+    "tools": 18_983,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

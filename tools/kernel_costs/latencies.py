@@ -190,10 +190,11 @@ def _experts(case: str, result: dict[str, Any], seconds: float) -> Row | None:
 
 # Steps of one sequence
 
-READ_BYTES = 4.283e12  # a second, measured
-BOUNDARY_S = (
-    3715e-6 - 13.89e9 / READ_BYTES
-) / 144  # of a chain of 144 products of one row, whose neighbours do not fit
+READ_BYTES = 4.283e12  # a second, measured on an H200
+CHAIN = 144, 13.89e9, 3715e-6
+"""Products of one row, their bytes and seconds, where neighbours do not fit: "graph of a step" in
+docs/measurements/2026-11-26-gpu-check-h200.json."""
+BOUNDARY_S = (CHAIN[2] - CHAIN[1] / READ_BYTES) / CHAIN[0]
 RING_BYTES = 132 * (96 << 10), 132 * (66 << 10)  # of all rings, of 16-bit weights and of packed ones
 
 

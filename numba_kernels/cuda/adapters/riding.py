@@ -1,10 +1,10 @@
 """Low-rank sums of adapters that ride on a product's launch: ``y[t] += up[a] (down[a] x[t]) + bias[a]``.
 
-Some more of the launch's first blocks *shrink*: a warp computes one number of ``between [m, R]``, float32, each, and
-each block then counts itself. The others, once they have multiplied, wait until all have, and *expand*: the lane that
-has an output's sum adds its low-rank sum, before a gate, a bias or a residual. The waiting blocks come after those that
-they wait for in the grid, which are under way by then, so that no launch waits for itself. The last block of the grid
-sets the counters back to zero for the next launch. Rows whose adapter is -1 wait for nothing.
+The launch gets more blocks, in front, which *shrink*: each warp computes one number of ``between [m, R]``, float32, and
+each block then counts itself. The other blocks multiply, wait until all of these have counted, and *expand*: the lane
+that has an output's sum adds its low-rank sum, before a gate, a bias or a residual. A GPU starts blocks in the order of
+the grid, so all that shrink have started before one waits for them, and they wait for the previous grid alone. The last
+block of the grid sets the counters back to zero for the next launch. Rows whose adapter is -1 wait for nothing.
 
 A number of ``between`` is one chain in the order of K, an output's sum one in the order of ranks: a row has the same
 bits beside any others. Slots are those of `experts.low_rank`.

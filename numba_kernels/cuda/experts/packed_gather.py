@@ -54,7 +54,7 @@ MAX_CHOICES = 16  # of a token
 SQUARE_COLUMNS = 4
 MOST_SHARED_BYTES = 96 << 10  # of x
 BLOCKS = 2  # that multiply gate and up, of a multiprocessor
-_STATIC_BYTES = 1024  # of kernels with a ring, beyond the 1 KB that `stages_that_fit` allows them
+_STATIC_BYTES = 2048  # of kernels with a ring, at most
 _LEAST_ROUNDS = 2  # of as many blocks as run at once; with less, a new block for each tile spreads them better
 
 
@@ -63,8 +63,8 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
     ring, has_ring = packed_ring(weight_name, 1, ring_slots or SLOTS[0]), ring_slots > 0
     fill, multiply_ring, stage_bytes, num_barriers = ring.fill, ring.multiply, ring.stage_bytes, WARPS * MOST_STAGES
-    row_width = ring.reader.factors.planes * ring.reader.factors.plane_bytes  # bytes of a number
     reader, gated, store = packed_reader(weight_name), GATES[activation], element_storer(DTYPE)
+    row_width = reader.factors.planes * reader.factors.plane_bytes  # bytes of a number
     aim, begin, multiply = reader.aim, reader.begin, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
@@ -226,7 +226,6 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
             x_bytes = uint32(top_k * padded * uint32(row_width))
             warps = uint32(uint32(cuda.blockDim.x) >> uint32(5))
             count = divide_u32(uint32(dynamic_shared_bytes() - x_bytes), uint32(warps * uint32(stage_bytes)))
-            count = minimum_u32(count, uint32(MOST_STAGES))
             stages = uint32(staged + x_bytes + warp * count * uint32(stage_bytes))
             barriers = uint32(barriers + warp * count * uint32(8))
             start_ring(barriers, count, lane)
@@ -321,7 +320,7 @@ def can_plan(packing: Packing, dtype: str, inner: int, hidden: int, top_k: int) 
 
 def plan_gate_up(
     num_choices: int, columns: int, depth: int, packing: Packing, activation: str, num_multiprocessors: int,
-    arch: str = "sm_80",
+    arch: str,
 ) -> Launch:  # fmt: skip
     """The launch for at least one choice, if `can_plan`."""
     ring_slots, shared_bytes = _ring_of(packing, depth, 1, WARPS, arch)
@@ -335,7 +334,7 @@ def plan_gate_up(
 
 def plan_down(
     num_tokens: int, top_k: int, columns: int, depth: int, packing: Packing, num_multiprocessors: int,
-    arch: str = "sm_80",
+    arch: str,
 ) -> Launch:  # fmt: skip
     """The launch for at least one token, if `can_plan`."""
     num_warps = top_k * max(1, WARPS // top_k)
@@ -353,7 +352,7 @@ def _ring_of(packing: Packing, depth: int, rows: int, num_warps: int, arch: str)
     x_bytes = rows * row_bytes(packing, depth)
     for slots in SLOTS if num_warps <= WARPS else ():
         stage_bytes = num_warps * packed_ring(packing.name, 1, slots).stage_bytes
-        stages = stages_that_fit(machine_of(arch), stage_bytes, x_bytes + _STATIC_BYTES)
+        stages = stages_that_fit(machine_of(arch), stage_bytes, x_bytes, _STATIC_BYTES)
         if stages:
             return slots, x_bytes + stages * stage_bytes
     return 0, x_bytes

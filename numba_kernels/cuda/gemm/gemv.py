@@ -325,9 +325,7 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     teams = BLOCK_WARPS // warps
     blocks = -(-product.weight_rows // (COLUMNS[rows] * teams))
     if ranks:
-        kernel = _kernel(
-            dtype, product.out, rows, True, activation=product.epilogue.activation, takes_adapters=True
-        )  # fmt: skip
+        kernel = _kernel(dtype, product.out, rows, True, activation=product.epilogue.activation, takes_adapters=True)
         return Launch(kernel, (blocks + riding.shrinking_blocks(product.m, ranks), 1, 1), (32, warps, teams))
     if is_aligned and dtype != "f32" and ring_stages(machine, product.k, rows):
         kernel = ring_kernel(dtype, product.out, rows, product.epilogue.activation)

@@ -292,7 +292,7 @@ def ring_of(packing: Packing, machine: Machine, k: int, rows: int) -> tuple[int,
     x_bytes = rows * (row_bytes(packing, k) + ROW_GAP)
     for slots in SLOTS:
         stage_bytes = RING_WARPS * packed_ring(packing.name, rows, slots).stage_bytes
-        stages = stages_that_fit(machine, stage_bytes, x_bytes + static_bytes - 1024)
+        stages = stages_that_fit(machine, stage_bytes, x_bytes, static_bytes)
         if stages:
             return slots, x_bytes + stages * stage_bytes
     return 0, 0

@@ -80,6 +80,12 @@ class Inputs:
         self._held.append(block)
         return block.address
 
+    def contents(self, address: int, size_bytes: int) -> bytes:
+        """Bytes on the device, after the work that was queued before."""
+        found = np.empty(size_bytes, np.uint8)
+        self.gpu.read(address, found)
+        return found.tobytes()
+
     def keep(self, *owners: Any) -> None:
         """Keeps the owners of other memory that the case's launches read."""
         self._held += owners

@@ -49,11 +49,8 @@ def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> 
     is_gated, gated = activation != "", GATED.get(activation)
     out_columns = COLUMNS // 2 if is_gated else COLUMNS
     num_sums, num_x_words = rows * COLUMNS, rows * TURNS * 4
-    num_barriers, partial_floats, partial_rows = (
-        BLOCK_WARPS * MOST_STAGES + 1,
-        BLOCK_WARPS * num_sums,
-        BLOCK_WARPS * rows,
-    )
+    num_barriers = BLOCK_WARPS * MOST_STAGES + 1
+    partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
 
     @device_function

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.packed_stream import DTYPE, PackedReader, packed_reader
+from numba_kernels.cuda.gemm.packed_stream import DTYPE, packed_reader
 from numba_kernels.cuda.gemm.rings.warp_ring import copy_in, next_stage
 from numba_kernels.cuda.intrinsics import mbarrier
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -35,7 +35,6 @@ class PackedRing:
     and the slot that it asks for next; and whether it asks at all.
 
     Attributes:
-        reader: the functions that a kernel without a ring shares.
         stage_bytes: of a warp.
         fill: ``(state, rows, scale_rows, ring, barriers, weight, places, first, last, lane)``: asks for all stages.
             `rows` and `scale_rows` are addresses of the slots that are asked for next.
@@ -46,7 +45,6 @@ class PackedRing:
     warp's rows, the weight's rows, k).
     """
 
-    reader: PackedReader
     stage_bytes: int
     fill: Any
     multiply: Any
@@ -58,8 +56,8 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
     packing = packing_of(weight_name)
     assert packing is not None
     reader, is_grouped = packed_reader(weight_name, num_rows), packing.group > 0
-    num_scale_words = max(1, packing.chunk_bytes(DTYPE) // 4)
     scale_words, scale_step = packing.chunk_bytes(DTYPE) // 4, TILE_ROWS * packing.chunk_bytes(DTYPE)
+    num_scale_words = max(1, scale_words)
     rows_bytes, has_four = slots * TILE_BYTES, slots == 4
     stage_bytes = 2 * rows_bytes + slots * scale_step
     factors, aim, take_slot = reader.factors, reader.aim, reader.take_slot
@@ -153,4 +151,4 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
             settle(sums, parts, float32(1.0), float32(1.0))
         finish(sums, lane)
 
-    return PackedRing(reader, stage_bytes, fill, multiply)
+    return PackedRing(stage_bytes, fill, multiply)
