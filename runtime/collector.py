@@ -20,15 +20,15 @@ def hold_off() -> None:
 
 
 def keep() -> None:
-    """Have later collections pass over all objects that exist now. Called after imports, it leaves to `resume` those
-    of loading: 2,000 of an encoder instead of 150,000, half a millisecond instead of seventy."""
+    """Have later collections skip all objects that exist now. Called after imports, so that `resume` collects only what
+    loading has made: for an encoder 2,000 objects instead of 150,000, 0.5 ms instead of 70."""
     gc.freeze()
 
 
 def resume(*, collects: bool = False) -> None:
     """End the hold and freeze the objects that exist now (Numba's are many), so that no later collection scans them.
 
-    `collects` frees the cycles left by the start first, for long-lived processes: those made since `keep`.
+    `collects` first frees the cycles that were made since `keep`, for long-lived processes.
     """
     if collects:
         gc.collect()

@@ -74,7 +74,7 @@ _SHOWN_TOKENS = 24
 """Tokens of a prompt that `--log-prompts` shows before and after its first difference from the prefix cache."""
 
 _LOOKS_AGAIN_S = 3.0
-"""Longer than an engine's report of its state may take."""
+"""How often a waiting request reads the engine's state; an engine reports that more often."""
 
 SMALL_BODY_BYTES = 4096
 """A body up to this size is prepared on the event loop: that takes less time than changing threads."""
