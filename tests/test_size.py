@@ -24,7 +24,7 @@ MOST_LINES = {
     "runtime/engine": 27_054,
     "runtime/text": 7_342,
     "runtime/llm": 1_947,
-    "runtime/parallel": 2_151,
+    "runtime/parallel": 2_152,
     "runtime/images": 937,
     "runtime/commands": 3_066,
     "runtime/bench": 11_805,

@@ -48,8 +48,9 @@ class Pacer:
         if not view.chunks or view.duration_s <= 0.0:
             return False
         features = features_of([(each.start, each.count) for each in view.chunks])
+        are_decodes = all(each.start >= each.num_prompt_tokens for each in view.chunks)  # with drafts, too
         with self._own:
-            (self._prompts if features.prefill_pairs > 0.0 else self._decodes).append((features, view.duration_s))
+            (self._decodes if are_decodes else self._prompts).append((features, view.duration_s))
             self._num_new += 1
             is_enough = len(self._decodes) >= _LEAST_DECODES and len(self._prompts) >= _LEAST_PROMPTS
             if not is_enough or (self.steps is not None and self._num_new < _FIT_EVERY):
@@ -69,6 +70,6 @@ class Pacer:
         if steps is None:
             return
         for client, budget in zip(clients, budgets, strict=True):
-            whole = info.images is not None  # a picture that may not be cut must fit a step
-            most = info.max_num_batched_tokens if whole else max(budget, info.max_num_seqs)
+            has_pictures = info.images is not None  # one that may not be cut must fit a step
+            most = info.max_num_batched_tokens if has_pictures else max(budget, info.max_num_seqs)
             client.limit_steps(StepLimit(most, seconds, steps))
