@@ -142,8 +142,8 @@ class Batch:
     """An encoder's `bidirectional_until` of the layers with each window."""
     token_types: Tensor | None = None  # [num_tokens] int32: 0 in the first of two texts, 1 in the second
     may_round: bool = False
-    """Whether attention may round what it multiplies to bfloat16, with sums in float32, as GPUs do: of an encoder in
-    bfloat16, on processors whose products do so, too."""
+    """Whether attention on the cpu may round what it multiplies to bfloat16, with sums in float32, as GPUs do. An
+    encoder in bfloat16 sets it; processors whose products do not round so ignore it."""
     position_bias: Tensor | None = None  # of attention's scores, as `ops.attention` takes it; a model sets it
     auxiliary_layers: tuple[
         int, ...

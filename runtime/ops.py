@@ -128,8 +128,8 @@ def _check_low_rank(op: str, added: LowRank, shape: tuple[int, int]) -> None:
 def takes_low_rank(
     x: Tensor, weight: LinearWeight, norm: RmsNorm | None, activation: str | None, slots: object
 ) -> bool:  # fmt: skip
-    """Whether `linear`, or for an ``activation`` `linear_glu`, or for None `add_partials`, takes low-rank sums of
-    ``slots`` for these rows."""
+    """Whether a product takes low-rank sums of ``slots`` for these rows. The product is `linear` if ``activation`` is
+    "", `linear_glu` if it is a gate's, and `add_partials` if it is None."""
     backend = _backend("takes_low_rank", "x", x)
     return backend.takes_low_rank(x, weight, norm, activation, slots)  # type: ignore[no-any-return]
 
@@ -877,9 +877,9 @@ def process_logits(
     logits: Tensor, row: int, prompt_ids: Int32Array, output_ids: Int32Array, numbers: NDArray,
     function: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Writes a user's function of each token over row ``row`` of ``logits [n, V]`` float32, which is no weight:
-    ``(token_id, logits, prompt_ids, num_prompt, output_ids, num_output, numbers)``, where ``logits`` are the row before
-    it. The function is compiled for the device when it is first used."""
+    """Replaces row ``row`` of ``logits [n, V]`` float32, in place, by a user's function of each token:
+    ``(token_id, logits, prompt_ids, num_prompt, output_ids, num_output, numbers)``, where ``logits`` are the row as it
+    was. The function is compiled for the device when it is first used."""
     op, backend = "process_logits", _sampling_backend("process_logits", logits)
     if not 0 <= row < logits.shape[0]:
         raise fail(op, "row", f"is {row}, must be one of {logits.shape[0]}")

@@ -68,6 +68,12 @@ def _penalise(logits, prompt_ids, output_ids, repetition, presence, frequency):
 
 
 @njit(nogil=True)
+def _is_kept(logit, token, threshold, last_id):
+    """Whether a token can be drawn: above the threshold, or at it with a number up to ``last_id``."""
+    return logit > threshold or (logit == threshold and token <= last_id)
+
+
+@njit(nogil=True)
 def _race(logits, weights, threshold, last_id, seed, choice, position):
     """The token that finishes first among those kept."""
     vocab = logits.shape[0]
@@ -88,7 +94,7 @@ def _race(logits, weights, threshold, last_id, seed, choice, position):
             )
         for token in range(start, stop):
             logit = logits[token]
-            if logit > threshold or (logit == threshold and token <= last_id):
+            if _is_kept(logit, token, threshold, last_id):
                 offset = token - start
                 uniform = (np.float64(words[offset & 3, offset >> 2]) + 0.5) * 2.0**-32
                 weight = np.float64(weights[token])
@@ -323,7 +329,7 @@ def processed_kernel(has_chains: bool = False) -> Kernel:
             a.status = BAD_ID
         is_greedy = weights.shape[0] == 0
         for i in range(vocab):
-            if is_greedy or logits[i] > threshold or (logits[i] == threshold and i <= last_id):
+            if is_greedy or _is_kept(logits[i], i, threshold, last_id):
                 out[i] = logits[i]
             else:
                 out[i] = _MINUS_INFINITY
@@ -352,10 +358,10 @@ def distributions_kernel(has_chains: bool = False) -> Kernel:
             return
         total = 0.0
         for i in range(vocab):
-            if logits[i] > threshold or (logits[i] == threshold and i <= last_id):
+            if _is_kept(logits[i], i, threshold, last_id):
                 total += np.float64(weights[i])
         for i in range(vocab):
-            if logits[i] > threshold or (logits[i] == threshold and i <= last_id):
+            if _is_kept(logits[i], i, threshold, last_id):
                 out[i] = np.float32(np.float64(weights[i]) / total)
             else:
                 out[i] = np.float32(0.0)

@@ -1,4 +1,4 @@
-"""A user's function of one token's logit, over a whole row. Threads are left to others: a row is small."""
+"""A user's function of one token's logit, over a whole row, on the calling thread."""
 
 from __future__ import annotations
 

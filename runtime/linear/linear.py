@@ -118,8 +118,8 @@ class Linear:
         norm: RmsNorm | None,
         activation: str | None,
     ) -> tuple[Tensor | None, LowRank | None]:
-        """The residual plus the addends of x, after a norm that is not applied to it yet; and what is left for the
-        product to add: of a gated unit or "", or None for the sum of ranks' parts."""
+        """The residual plus the addends of x, normalised first if there is a norm; and the sums that the product's
+        launch adds instead. `ops.takes_low_rank` tells of ``activation``."""
         if not self.addends:
             return residual, None
         assert batch is not None, "a map with addends was called without the batch"

@@ -252,15 +252,16 @@ def span_of(block_size: int) -> int:
 
 
 def takes_pairs(stored: type, span: int, head_dim: int) -> bool:
-    """Whether there is a kernel that ``rounds``, and this kind of tile multiplies pairs of bfloat16."""
+    """Whether `attention_kernel` has a kernel that ``rounds``: this kind of tile multiplies pairs of bfloat16, and
+    these pages can be read as pairs."""
     return ROUNDS_TO_BF16 and stored is np.float32 and span == LANES and head_dim % 2 == 0
 
 
 @functools.cache
 def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
     """The kernel for pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A work item is one
-    row group and KV head, or with ``num_segments > 1`` one segment of them. With ``rounds`` (see
-    `takes_pairs`), products are those of pairs of bfloat16 by `pair_tile`.
+    row group and KV head, or with ``num_segments > 1`` one segment of them. With ``rounds``, where
+    `takes_pairs`, `pair_tile` multiplies queries, keys, weights and values rounded to bfloat16.
 
     Pages, and sums of values, have rows of ``value_width``, whole vectors.
 

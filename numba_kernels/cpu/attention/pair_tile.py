@@ -13,10 +13,10 @@ from numba.core import cgutils, types
 from numba_kernels.cpu.attention.tile import (
     ACCUMULATORS,
     CHUNK_TOKENS,
-    FULL_WIDTH,
     HALF_TOKENS,
     constant,
     entry,
+    for_each_columns,
     for_each_height,
     registers,
 )
@@ -81,8 +81,8 @@ def pair_keys(builder, keys, key_stride, head_dim, tokens, target):
 
 @emitted(types.void, *[types.intp] * 5)
 def pair_values(builder, values, value_stride, vectors, tokens, target):
-    """Words of the values of the first ``tokens`` of a chunk, and zeros for a last one's missing neighbour;
-    `tile.value_tile` tells of ``values``, here of float32. Rows have so many ``vectors``."""
+    """Words of the values of the first ``tokens`` of a chunk, in rows of ``vectors`` vectors; the last of an odd number
+    of tokens has zeros as its neighbour. `tile.value_tile` tells of ``values``, here of float32."""
     turns = builder.sdiv(builder.add(tokens, constant(1)), constant(2))
     with cgutils.for_range(builder, turns, intp=I64) as outer:
         token = builder.mul(outer.index, constant(2))
@@ -149,32 +149,11 @@ def value_pairs(builder, weights, values, first, last, factors, out, out_vectors
     first, end = builder.sdiv(first, constant(2)), builder.sdiv(builder.add(last, constant(1)), constant(2))
     row_bytes = builder.mul(out_vectors, constant(LANES * 4))
 
-    def columns(height, width, start):
-        sums = [registers(builder, width) for _ in range(height)]
-        moved = builder.mul(start, constant(LANES * 4))
-        out_rows = [builder.add(builder.add(out, moved), builder.mul(row_bytes, constant(r))) for r in range(height)]
-        for r, row in enumerate(sums):
-            factor = simd.splat(builder, _load(builder, simd.offset(builder, factors, 4 * r), F32))
-            for c, register in enumerate(row):
-                old = _load(builder, simd.offset(builder, out_rows[r], c * LANES * 4))
-                builder.store(builder.fmul(old, factor), register)
-        source = builder.add(values, moved)
+    def add_columns(sums, start):
+        source = builder.add(values, builder.mul(start, constant(LANES * 4)))
         with cgutils.for_range_slice(builder, first, end, constant(1), intp=I64) as (pair, _):
             at = builder.add(source, builder.mul(pair, row_bytes))
-            words = [_load(builder, simd.offset(builder, at, c * LANES * 4), _WORDS) for c in range(width)]
+            words = [_load(builder, simd.offset(builder, at, c * LANES * 4), _WORDS) for c in range(len(sums[0]))]
             _add_rows(builder, sums, builder.add(weights, builder.mul(pair, constant(4))), CHUNK_TOKENS * 4, words)
-        for r, row in enumerate(sums):
-            for c, register in enumerate(row):
-                simd.store(builder, builder.load(register), simd.offset(builder, out_rows[r], c * LANES * 4))
 
-    def emit(height):
-        width = max(1, min(FULL_WIDTH, ACCUMULATORS // height))
-        whole = builder.sdiv(out_vectors, constant(width))
-        with cgutils.for_range(builder, whole, intp=I64) as loop:
-            columns(height, width, builder.mul(loop.index, constant(width)))
-        if width > 1:
-            done = builder.mul(whole, constant(width))
-            with cgutils.for_range_slice(builder, done, out_vectors, constant(1), intp=I64) as (start, _):
-                columns(height, 1, start)
-
-    for_each_height(builder, rows, emit)
+    for_each_columns(builder, factors, out, out_vectors, rows, add_columns)

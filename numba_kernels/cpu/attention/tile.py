@@ -59,15 +59,7 @@ def constant(value: int) -> ir.Constant:
 
 def for_each_height(builder, rows, emit):
     """Runs ``emit(height)`` for the height ``rows``."""
-    done = builder.append_basic_block("rows.done")
-    switch = builder.switch(rows, done)
-    for height in HEIGHTS:
-        block = builder.append_basic_block(f"rows.{height}")
-        switch.add_case(constant(height), block)
-        builder.position_at_end(block)
-        emit(height)
-        builder.branch(done)
-    builder.position_at_end(done)
+    simd.for_each_of(builder, rows, HEIGHTS, emit)
 
 
 def registers(builder, count):
@@ -223,21 +215,14 @@ def _origin(builder, largest):
     return builder.select(nothing, simd.constant_like(largest, 0.0), largest)
 
 
-@emitted(types.void, KIND, *[types.intp] * 10)
-def value_tile(builder, stored, weights, values, value_stride, first, last, factors, out, out_vectors, next_keys, rows):
-    """``out[r, c] = out[r, c] * factors[r] + sum_t weights[r, t] * value[t, c]`` over tokens [first, last) of a chunk.
-
-    ``weights`` is ``[rows, CHUNK_TOKENS]``; ``values`` a table of addresses, one for each HALF_TOKENS tokens, of their
-    first row, the next being ``value_stride`` bytes further; ``out`` is ``[rows, out_vectors]`` vectors of float32. A
-    low tile meanwhile prefetches the keys of the next chunk, a page of LANES tokens for each second entry of the table
-    ``next_keys``, unless that is 0.
-    """
-    vector_bytes = LANES * stored.bitwidth // 8
+def for_each_columns(builder, factors, out, out_vectors, rows, add_columns):
+    """Multiplies rows of ``out`` by their factors and adds to them, a few vectors at a time: ``add_columns(sums,
+    start)`` adds to the variables ``sums[row][vector]``, from vector ``start`` of the rows on. `value_tile` tells of
+    the other arguments."""
+    row_bytes = builder.mul(out_vectors, constant(LANES * 4))
 
     def columns(height, width, start):
-        """``width`` vectors of the output from vector ``start`` on."""
         sums = [registers(builder, width) for _ in range(height)]
-        row_bytes = builder.mul(out_vectors, constant(LANES * 4))
         out_at = builder.add(out, builder.mul(start, constant(LANES * 4)))
         out_rows = [builder.add(out_at, builder.mul(row_bytes, constant(r))) for r in range(height)]
         for r, row in enumerate(sums):
@@ -245,29 +230,7 @@ def value_tile(builder, stored, weights, values, value_stride, first, last, fact
             for c, register in enumerate(row):
                 old = simd.load(builder, simd.offset(builder, out_rows[r], c * LANES * 4), simd.vector(F32), 4)
                 builder.store(builder.fmul(old, factor), register)
-        start_bytes = builder.mul(start, constant(vector_bytes))
-
-        def add_up(fetches):
-            with cgutils.for_range_slice(builder, first, last, constant(1), intp=I64) as (token, _):
-                half = entry(builder, values, builder.lshr(token, constant(3)))
-                row = builder.mul(builder.and_(token, constant(HALF_TOKENS - 1)), value_stride)
-                at = builder.add(builder.add(half, row), start_bytes)
-                if fetches:
-                    turn = builder.add(token, builder.mul(start, constant(CHUNK_TOKENS // FULL_WIDTH)))
-                    page = builder.mul(builder.and_(turn, constant(_HALVES // 2 - 1)), constant(2))
-                    line = builder.udiv(turn, constant(_HALVES // 2))
-                    _fetch(builder, entry(builder, next_keys, page), line, stored)
-                vectors = [
-                    load_page(builder, simd.offset(builder, at, c * vector_bytes), stored, LANES) for c in range(width)
-                ]
-                weight_at = builder.add(weights, builder.mul(token, constant(4)))
-                for r, row in enumerate(sums):
-                    place = simd.offset(builder, weight_at, r * CHUNK_TOKENS * 4)
-                    weight = simd.splat(builder, simd.load(builder, place, F32, 4))
-                    for vector, register in zip(vectors, row):
-                        builder.store(simd.fma(builder, weight, vector, builder.load(register)), register)
-
-        _if_fetching(builder, next_keys, height, add_up)
+        add_columns(sums, start)
         for r, row in enumerate(sums):
             for c, register in enumerate(row):
                 place = simd.offset(builder, out_rows[r], c * LANES * 4)
@@ -284,3 +247,43 @@ def value_tile(builder, stored, weights, values, value_stride, first, last, fact
                 columns(height, 1, start)
 
     for_each_height(builder, rows, emit)
+
+
+@emitted(types.void, KIND, *[types.intp] * 10)
+def value_tile(builder, stored, weights, values, value_stride, first, last, factors, out, out_vectors, next_keys, rows):
+    """``out[r, c] = out[r, c] * factors[r] + sum_t weights[r, t] * value[t, c]`` over tokens [first, last) of a chunk.
+
+    ``weights`` is ``[rows, CHUNK_TOKENS]``; ``values`` a table of addresses, one for each HALF_TOKENS tokens, of their
+    first row, the next being ``value_stride`` bytes further; ``out`` is ``[rows, out_vectors]`` vectors of float32. A
+    low tile meanwhile prefetches the keys of the next chunk, a page of LANES tokens for each second entry of the table
+    ``next_keys``, unless that is 0.
+    """
+    vector_bytes = LANES * stored.bitwidth // 8
+
+    def add_columns(sums, start):
+        start_bytes = builder.mul(start, constant(vector_bytes))
+
+        def add_up(fetches):
+            with cgutils.for_range_slice(builder, first, last, constant(1), intp=I64) as (token, _):
+                half = entry(builder, values, builder.lshr(token, constant(3)))
+                row = builder.mul(builder.and_(token, constant(HALF_TOKENS - 1)), value_stride)
+                at = builder.add(builder.add(half, row), start_bytes)
+                if fetches:
+                    turn = builder.add(token, builder.mul(start, constant(CHUNK_TOKENS // FULL_WIDTH)))
+                    page = builder.mul(builder.and_(turn, constant(_HALVES // 2 - 1)), constant(2))
+                    line = builder.udiv(turn, constant(_HALVES // 2))
+                    _fetch(builder, entry(builder, next_keys, page), line, stored)
+                vectors = [
+                    load_page(builder, simd.offset(builder, at, c * vector_bytes), stored, LANES)
+                    for c in range(len(sums[0]))
+                ]
+                weight_at = builder.add(weights, builder.mul(token, constant(4)))
+                for r, row in enumerate(sums):
+                    place = simd.offset(builder, weight_at, r * CHUNK_TOKENS * 4)
+                    weight = simd.splat(builder, simd.load(builder, place, F32, 4))
+                    for vector, register in zip(vectors, row):
+                        builder.store(simd.fma(builder, weight, vector, builder.load(register)), register)
+
+        _if_fetching(builder, next_keys, len(sums), add_up)
+
+    for_each_columns(builder, factors, out, out_vectors, rows, add_columns)

@@ -145,11 +145,16 @@ def most_narrow_rows(stored: Any) -> int:
     return MOST_SIGNED_ROWS if is_signed(BLOCKS[stored]) else GEMM_ROWS
 
 
+def _narrow_rows(stored: Any) -> int:
+    """The most rows of a narrow tile, among more than GEMM_ROWS."""
+    return INT8_ROWS if stored is np.uint8 else GEMM_ROWS
+
+
 @functools.cache
 def tile_counter(stored: Any) -> Callable[[int], int]:
     """A function of a number of rows: the fewest tiles for them. Kernels compile it."""
     most_narrow, wide_rows = most_narrow_rows(stored), AMX_ROWS if uses_amx(stored) else GEMM_ROWS
-    narrow_rows = INT8_ROWS if stored is np.uint8 else GEMM_ROWS
+    narrow_rows = _narrow_rows(stored)
 
     @name_by_content
     def count_tiles(rows: int) -> int:
@@ -161,8 +166,8 @@ def tile_counter(stored: Any) -> Callable[[int], int]:
 
 
 def most_tiles(stored: Any, rows: int, groups: int) -> int:
-    """At least the tiles of so many groups of rows, of ``rows`` rows together."""
-    return min(rows, -(-rows // (INT8_ROWS if stored is np.uint8 else GEMM_ROWS)) + groups)
+    """An upper bound of the tiles of so many groups of rows, which have ``rows`` rows together."""
+    return min(rows, -(-rows // _narrow_rows(stored)) + groups)
 
 
 class ProductParts(NamedTuple):
@@ -303,7 +308,8 @@ def product_parts(stored: Any) -> ProductParts:
         expanding = max(1, _EXPANDED_VALUES // (rows * PANEL_COLUMNS))
         if is_lone:
             expanding = max(at_once[rows], _LONE_EXPANDED_VALUES // (rows * PANEL_COLUMNS))
-        lines, lines_left, lines_a_tile = np.zeros(1 + MOST_LINES, np.int64), 0, 0
+        lines_left, lines_a_tile = 0, 0
+        lines = np.empty(0 if is_lone or a.low_rank == 0 else 1 + MOST_LINES, np.int64)  # what is prefetched
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1

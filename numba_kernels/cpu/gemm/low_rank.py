@@ -20,7 +20,7 @@ chain of operations, in the order of K and of ranks, whatever the other rows and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import llvmlite.ir as ir
@@ -70,25 +70,12 @@ groups. Row 0 of the product is row ``first_row`` of x and out, its column 0 is 
 SHRINK, EXPAND = FIELDS.offset("shrink"), FIELDS.offset("expand")
 
 
-def _for_height(builder: ir.IRBuilder, height: ir.Value, most: int, emit: Callable[[int], None]) -> None:
-    """Emits code for each height from 1 to ``most``, and runs that of ``height``."""
-    done = builder.append_basic_block("tile.done")
-    switch = builder.switch(height, done)
-    for each in range(1, most + 1):
-        block = builder.append_basic_block(f"tile.{each}")
-        switch.add_case(ir.Constant(I64, each), block)
-        builder.position_at_end(block)
-        emit(each)
-        builder.branch(done)
-    builder.position_at_end(done)
-
-
 @emitted(types.void, KIND, *[types.intp] * 8)
 def _shrink_tile(builder, stored, height, x, stride, tokens, down, depth, target, target_stride):
     """Products of ``height`` rows and a group of ``down``: GROUP numbers for each row at ``target``. The rows are those
     of x whose int32 numbers are at ``tokens``; pairs' are neighbours."""
-    _for_height(
-        builder, height, _SHRUNK_ROWS,
+    simd.for_each_of(
+        builder, height, range(1, _SHRUNK_ROWS + 1),
         lambda each: _emit_shrink(builder, each, stored, x, stride, tokens, down, depth, target, target_stride),
     )  # fmt: skip
 
@@ -194,8 +181,8 @@ def _expand_tile(
     ``tokens``: the same rows of ``residual`` (0 = none) and their sums of TILE_VECTORS blocks of ``up``. Only columns
     from ``low`` to ``high`` are touched, counted from the first block's first one; ``bias`` (0 = none) begins there,
     too."""
-    _for_height(
-        builder, height, _EXPANDED_ROWS,
+    simd.for_each_of(
+        builder, height, range(1, _EXPANDED_ROWS + 1),
         lambda each: _emit_expand(
             builder, each, stored, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
             tokens, bias, low, high,
@@ -381,7 +368,7 @@ def functions_of(stored: Any) -> Functions:
     @njit(nogil=True)
     @name_by_content
     def span_of(a, slot, first_row, rows):
-        """The places, from one up to another, in the order by adapter of a slot's rows among these."""
+        """A slot's rows among these, as the first and the end of their places in ``tokens``."""
         starts = int32_at(a.starts, a.num_slots + 1)
         tokens = int32_at(a.tokens, starts[a.num_slots])
         first, last = starts[slot], starts[slot + 1]
@@ -394,7 +381,7 @@ def functions_of(stored: Any) -> Functions:
     @njit(nogil=True)
     @name_by_content
     def written(a, first_column, columns, first_row, rows):
-        """Whether any of these rows has sums for these columns, and whether all have them for all columns."""
+        """Whether some row has sums for some of these columns, and whether every row has them for every column."""
         active, fields = int32_at(a.active, a.num_active), 3 + a.num_parts
         slots, parts = int64_at(a.slots, a.num_slots * fields), int32_at(a.parts, a.num_parts * 3)
         is_any, num_whole = False, 0
@@ -440,9 +427,9 @@ def functions_of(stored: Any) -> Functions:
         first_column += a.first_column
         first_row += a.first_row
         is_any, is_all = written(a, first_column, columns, first_row, rows)
+        if lines != 0:
+            int64_at(lines, 1)[0] = 0
         if not is_any:
-            if lines != 0:
-                int64_at(lines, 1)[0] = 0
             return 0
         if not is_all and residual != out:
             _copy(residual, residual_stride, out, out_stride, columns, rows)

@@ -260,17 +260,12 @@ def quantize_words(builder, stored, source, count, inverse, added, target):
 def arrange_group(builder, source, source_stride, num_rows, target):
     """GROUP elements of each of at most LANES / 2 rows, ``source_stride`` bytes apart, as a tile reads them by
     vpdpbusd: words of four int8 in columns of rows, then scales, then where integer sums begin."""
-    done = builder.append_basic_block("group.done")
-    switch = builder.switch(num_rows, done)
-    for height in range(1, LANES // 2 + 1):
-        block = builder.append_basic_block(f"group.{height}")
-        switch.add_case(_i64(height), block)
-        builder.position_at_end(block)
-        _arrange_group(
-            builder, [builder.add(source, builder.mul(source_stride, _i64(r))) for r in range(height)], target
-        )
-        builder.branch(done)
-    builder.position_at_end(done)
+
+    def emit(height):
+        rows = [builder.add(source, builder.mul(source_stride, _i64(r))) for r in range(height)]
+        _arrange_group(builder, rows, target)
+
+    simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
 
 
 def _arrange_group(builder, rows, target):
@@ -477,7 +472,7 @@ def block_on_stack(builder):
 
 @emitted(types.intp)
 def groups_on_stack(builder):
-    """The same of LANES / 2 rows of GROUP words."""
+    """The address of LANES / 2 rows of GROUP words on the stack of the function that calls it."""
     return _on_stack(builder, GROUP // 2)
 
 

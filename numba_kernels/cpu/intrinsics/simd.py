@@ -6,7 +6,7 @@ float16 (numba has neither type). Addresses are integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
@@ -135,6 +135,21 @@ def fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir
         moved = builder.shuffle_vector(value, undefined, ir.Constant(vector(I32, value.type.count), order))
         value = combine(value, moved)
     return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+def for_each_of(
+    builder: ir.IRBuilder, number: ir.Value, choices: Iterable[int], emit: Callable[[int], None]
+) -> None:  # fmt: skip
+    """Emits code for each of these numbers, and runs that of the i64 ``number``, or none."""
+    done = builder.append_basic_block("done")
+    switch = builder.switch(number, done)
+    for choice in choices:
+        block = builder.append_basic_block(f"for.{choice}")
+        switch.add_case(ir.Constant(I64, choice), block)
+        builder.position_at_end(block)
+        emit(choice)
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
 def fold_rows(

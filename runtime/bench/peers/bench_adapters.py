@@ -41,8 +41,8 @@ NUM_ADAPTERS, RANK = 8, 16
 PLAIN = f"{OURS} without --enable-lora"
 DTYPES = ("bfloat16", "int4", "fp8")
 TOLERANCE = {"bfloat16": 0.1, "int4": 0.6, "fp8": 0.3}
-"""Most difference of log probabilities; a peer quantises in another way."""
-LEAST_CHANGE = 3.0  # of some log probability by an adapter, in errors: so one that is left out is noticed
+"""The largest difference of log probabilities; a peer quantises in another way."""
+LEAST_CHANGE = 3.0  # an adapter's least change of some log probability, in errors: one that is left out is noticed
 GOALS = {"bfloat16": 0.05, "int4": 0.10, "fp8": 0.10}
 MOST_OF_EIGHT, MOST_OF_BASE = 0.10, 0.01
 
@@ -60,7 +60,7 @@ class Case(NamedTuple):
         return Workload(str(self), str(self), self.sequences, 16, tokens, "decode", QWEN3)
 
     def ids(self) -> list[int]:
-        """An adapter's number for each sequence, or none."""
+        """The number of each sequence's adapter; empty for a case without adapters."""
         return [number % self.adapters for number in range(self.sequences)] if self.adapters else []
 
 
@@ -149,8 +149,8 @@ def bench_adapters(
     config: Mapping[str, Any] = PRESETS[QWEN3], cases: Sequence[Case] = CASES, seed: int = 0,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:  # fmt: skip
-    """`results[i]` has a side's case: `step_s` of each round, their median, and `more` than without adapters; of the
-    first case of a number of sequences in an engine with adapters, `more` than without `--enable-lora`.
+    """`results[i]` has a case of a side: `rounds_s`, their median `step_s`, and `more`, the share by which a step is
+    longer than the same side's without an adapter. Ours without an adapter is compared with PLAIN.
 
     pythons  each peer's Python, by the engine's name; a peer without one is left out
     clock    "processor" takes each side's processor time; on one core alone
@@ -191,7 +191,7 @@ def _opened(
     stack: contextlib.ExitStack, pythons: Mapping[str, Path], model: Path, adapters: Sequence[Path], dtype: str,
     clock: str, report: dict[str, Any],
 ) -> dict[str, tuple[Side, Callable[[Case], bool]]]:  # fmt: skip
-    """By name: a side's step, and whether it can run a case. Peers have been compared with ours."""
+    """By name: a side's step, and whether it can run a case. Compares each peer with ours first."""
     given: dict[str, Any] = {
         "model": str(model), "device": "cpu", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64,
         "kv_cache_bytes": 512 << 20,
@@ -247,7 +247,7 @@ def _most(dtype: str, case: Case) -> float | None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """A table; `more` is beside the same side without adapters, of ours without an adapter beside PLAIN."""
+    """The results as a table; `bench_adapters` tells of `more`."""
     rows = []
     for row in report["results"]:
         most = f"≤ {row['most']:.0%}, {'met' if row['is_met'] else 'missed'}" if "most" in row else "–"
