@@ -3,13 +3,11 @@ whose purpose is the route's."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.errors import InvalidArgumentError
@@ -24,6 +22,7 @@ from server.ollama_api.endpoints import AnsweredMessage, ChatLine, GenerateLine,
 from server.transport.body import Body, decode_body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
+from server.transport.sse import while_connected
 
 _PURPOSES: dict[str, tuple[Purpose, ...]] = {
     **dict.fromkeys(
@@ -89,7 +88,7 @@ class Forward:
         async with AsyncExitStack() as stack:
             if self._is_held:
                 entering = stack.enter_async_context(host.pool.held(model, keep_alive_s))
-                await (entering if model.is_there else _while_connected(entering, receive))
+                await (entering if model.is_there else while_connected(entering, receive))
             await model.app(scope, receive_again, send)
 
     def _model(self, host: Host, request: Request, named: _Named) -> HostedModel:
@@ -169,21 +168,3 @@ def _again(body: Body, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
-
-
-async def _while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Waits for the work; cancels it and raises `ClientDisconnect` if the client leaves before it is done."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        working.result()
-    finally:
-        leaving.cancel()
-        working.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

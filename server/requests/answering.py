@@ -24,7 +24,14 @@ from server.service import AppState, Service
 from server.transport.body import Body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
-from server.transport.sse import EventStreamResponse, StreamedResponse, frame, named_frame, watch_disconnect
+from server.transport.sse import (
+    EventStreamResponse,
+    StreamedResponse,
+    frame,
+    named_frame,
+    watch_disconnect,
+    while_connected,
+)
 
 
 class Pending(ABC):
@@ -49,7 +56,8 @@ def answered(prepare: Prepare) -> Callable[[Request], Coroutine[Any, Any, Respon
         prepared = await service.prepare_body(body, partial(prepare, service, body))
         if not isinstance(prepared, Pending):
             return JsonAnswer(prepared)
-        await service.until_awake()
+        if not service.awake.is_set():
+            await while_connected(service.until_awake(), request.receive)
         return await prepared.respond(request)
 
     return answer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -41,8 +42,7 @@ async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) 
     read: after that, ASGI's `receive` returns only the disconnect."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _disconnected(receive)
         on_disconnect()
 
     task = asyncio.create_task(watch())
@@ -50,6 +50,24 @@ async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) 
         yield
     finally:
         task.cancel()
+
+
+async def while_connected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Waits for the work; cancels it and raises `ClientDisconnect` if the client leaves before it is done."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        working.result()
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Pinger:

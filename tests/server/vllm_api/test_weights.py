@@ -153,6 +153,20 @@ def test_sleep_and_pause(client: httpx.Client) -> None:
     assert client.get("/get_world_size", headers=ADMIN).json() == {"world_size": 1}
 
 
+def test_a_client_that_leaves_while_the_engine_sleeps_is_not_waited_for(client: httpx.Client) -> None:
+    def num_open() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith("xserv:open_requests")).split()[-1])
+
+    before = num_open()
+    assert client.post("/sleep", headers=ADMIN).status_code == 200
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json={"prompt": IDS}, timeout=0.3)
+    wait_until(lambda: num_open() == before)
+    assert client.post("/wake_up", headers=ADMIN).status_code == 200
+    assert len(completed(client)["token_ids"]) == 8
+
+
 def test_a_request_does_not_wait_for_ever(root: Path) -> None:
     """While the engine sleeps, requests of every kind wait for `--model-wait`; then they are told to come again."""
     settings: dict[str, Any] = {"admin_key_files": [str(root / "admin")], "model_wait_s": 0.2}
