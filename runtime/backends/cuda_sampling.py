@@ -66,7 +66,7 @@ def process_logits_row(
     function: Callable[..., Any],
 ) -> None:  # fmt: skip
     """See `ops.process_logits`."""
-    # nothing of no bytes is uploaded
+    # an empty array cannot be uploaded
     given = [each if len(each) else np.zeros(1, each.dtype) for each in (prompt_ids, output_ids, numbers)]
     prompt, output, values = upload_together([np.ascontiguousarray(each) for each in given], logits.device)
     launch = _user_logits.plan(function, logits.size)

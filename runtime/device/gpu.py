@@ -177,8 +177,8 @@ class Gpu:
 
     @contextmanager
     def uploading_from(self, copies: HostCopies) -> Iterator[None]:
-        """`write` notes in these what it reads of files, and takes what they have, until the block ends. They must not
-        be dropped before the stream has come past it."""
+        """Until the block ends, `write` notes in `copies` which parts of files it uploads, and uploads from them what
+        they hold. They must not be dropped before the stream has finished these uploads."""
         before, self._copies = self._copies, copies
         try:
             yield

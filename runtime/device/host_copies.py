@@ -1,4 +1,4 @@
-"""Copies in pinned memory of what a GPU got from files: weights that sleep, and come back as fast as the bus takes."""
+"""Copies in pinned memory of what a GPU got from files: sleeping weights come back as fast as the bus takes them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostCopies:
         return sum(part.size_bytes for part in self._blocks)
 
     def find(self, array: np.ndarray[Any, Any]) -> PinnedBlock | None:
-        """The copy of an array, if it is a part of a file and was copied."""
+        """The copy of an array, if it is a part of a file and was copied; notes such a part."""
         if (place := mapped_part(array)) is None:
             return None
         mapping, offset = place
@@ -43,8 +43,8 @@ class HostCopies:
         return self._blocks.get(part)
 
     def make(self) -> None:
-        """Copies what was noted; done once. Raises OSError of a file that cannot be read, and DeviceOutOfMemoryError
-        where the system has no more memory to pin; then there are no copies."""
+        """Copies what was noted and not copied yet. Raises OSError if a file cannot be read, and DeviceOutOfMemoryError
+        if the system has no more memory to pin; then there are no copies."""
         missing = [part for part in self._noted if part not in self._blocks]
         if not missing:
             return
@@ -65,7 +65,7 @@ class HostCopies:
         self._blocks.update(blocks)
 
     def drop(self) -> None:
-        """Returns the pinned memory. No upload from it is open."""
+        """Returns the pinned memory. All uploads from it must have finished."""
         for block in self._blocks.values():
             block.release()
         self._blocks.clear()

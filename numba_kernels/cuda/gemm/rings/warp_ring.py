@@ -42,7 +42,7 @@ def stages_that_fit(machine: Machine, stage_bytes: int, x_bytes: int, static_byt
 
 @device_function
 def start_ring(barriers, num_stages, lane):
-    """A warp makes the barriers of its stages."""
+    """Initialises the barriers of a warp's stages."""
     if lane < num_stages:
         mbarrier.init(uint32(barriers + lane * uint32(8)), uint32(1))
     mbarrier.fence_init()
