@@ -26,7 +26,7 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, NDArray, float8_e4m3, float32, int32, int64
 from runtime.kv.forms import LATENT_PAGES
 from runtime.linear.experts import ExpertsWeight
-from runtime.linear.gpu_slots import Slots
+from runtime.linear.gpu_slots import GpuSlots, Slots
 from runtime.linear.latent import LatentMaps
 from runtime.linear.low_rank_slots import CpuSlots, LowRank
 from runtime.linear.norm import RmsNorm
@@ -117,10 +117,9 @@ def linear(
 def _check_low_rank(op: str, added: LowRank, shape: tuple[int, int]) -> None:
     """Checks low-rank sums that are added to a product's result of this shape."""
     (rows, width), slots, x = shape, added.slots, added.x
-    is_of_device = isinstance(slots, CpuSlots) if x.device == CPU else hasattr(slots, "ranges")
-    if not is_of_device or sum(slots.shape.heights) != width:
-        kind = "CpuSlots" if x.device == CPU else "GpuSlots"
-        raise fail(op, "low_rank.slots", f"must be a {kind} of {width} outputs")
+    kind = CpuSlots if x.device == CPU else GpuSlots
+    if not isinstance(slots, kind) or sum(slots.shape.heights) != width:
+        raise fail(op, "low_rank.slots", f"must be a {kind.__name__} of {width} outputs")
     check(op, "low_rank.x", x, x.device, float32 if x.device == CPU else x.dtype, (rows, slots.shape.depth))
     check(op, "low_rank.adapters", added.adapters, x.device, int32, (rows,))
 
