@@ -74,7 +74,7 @@ class Launch:
         is_dependent: whether it may start before the previous kernel has ended (programmatic dependent launch);
             then the kernel executes ``griddepcontrol.wait`` before it touches memory.
         starts_late: it waits for the previous kernel by itself, but must not start before its end: its blocks would
-            crowd on the multiprocessors that are free first.
+            crowd on the multiprocessors that are free first, or it reads early what that kernel writes.
         maps: (number of an argument of type `TENSOR_MAP`, layout): `Gpu.launch` takes the tensor's address there and
             makes the map. Arguments of that type which are not named here are given as maps.
     """

@@ -114,8 +114,10 @@ def _choose(weight: GpuWeight, product: gemm.Product, machine: Machine, *, has_n
     ):
         return Planned(gemm.plan(product, machine, weight.tier))
     launch = gemm.plan(plain, machine, weight.tier)
+    if launch is None:
+        return Planned(None)
     dequantization = dequantize.plan(weight.packing, *weight.shape, product.x)
-    return Planned(launch, None if launch is None else dequantization)
+    return Planned(replace(launch, starts_late=True), dequantization)  # it may read the weight before it waits
 
 
 def can_round(weight: PackedWeight, product: gemm.Product, machine: Machine) -> bool:
