@@ -106,7 +106,7 @@ def write_gguf(
 def stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
     """Matrices of experts one over another; gpt-oss's, which are so already, in rows, and gate apart from up."""
     found: dict[str, Array] = {}
-    stacks: dict[str, list[Array]] = {}
+    stacks: dict[str, dict[int, Array]] = {}
     for name, array in tensors.items():
         if ".mlp.experts." in name and not re.search(r"\.\d+\.\w+\.(weight|bias)$", name):  # [E, K, N], biases [E, N]
             stem, part = name.rsplit(".", 1)
@@ -116,15 +116,16 @@ def stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
                 found |= {f"{stem}.{each}_proj.{kind}": array[:, turn::2] for turn, each in enumerate(("gate", "up"))}
             else:
                 found[f"{stem}.down_proj.{kind}"] = array
-        elif ".experts." in name:  # in the order of their numbers
+        elif ".experts." in name:
             stem, _, rest = name.partition(".experts.")
             number, part = rest.split(".", 1)
-            stack = stacks.setdefault(f"{stem}.experts.{part}", [])
-            assert len(stack) == int(number)
-            stack.append(array)
+            stacks.setdefault(f"{stem}.experts.{part}", {})[int(number)] = array
         else:
             found[name] = array
-    return found | {name: np.stack(arrays) for name, arrays in stacks.items()}
+    for name, by_number in stacks.items():
+        assert sorted(by_number) == list(range(len(by_number))), f"{name} lacks an expert"
+        found[name] = np.stack([by_number[number] for number in range(len(by_number))])
+    return found
 
 
 def _fused(tensors: dict[str, Array]) -> dict[str, Array]:
