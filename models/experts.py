@@ -198,8 +198,8 @@ class Experts:
             self.correction = maker.exact_vector(form.correction, count, stored=stored)
 
     def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor:
-        is_adapted = batch.adapters is not None and self.router.has_addends
-        if self.norm is not None and not is_adapted:
+        is_router_adapted = batch.adapters is not None and self.router.has_addends
+        if self.norm is not None and not is_router_adapted:
             x, routing = ops.normed_route(x, self.norm, self.router.weight, self.rule, self.correction)
         else:
             x = x if self.norm is None else ops.rms_norm(x, self.norm.weight, self.norm.eps)

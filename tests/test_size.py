@@ -18,7 +18,7 @@ MOST_LINES = {
     "runtime/emulator": 16_988,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_465,
+    "runtime/backends": 3_467,
     "runtime/linear": 3_230,
     "runtime/kv": 1_668,
     "runtime/engine": 27_054,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 3_066,
     "runtime/bench": 11_805,
     "runtime": 3_611,
-    "models": 20_165,
+    "models": 20_163,
     "server": 23_402,
     "tokenizer": 7_596,
-    "tools": 18_983,
+    "tools": 18_980,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

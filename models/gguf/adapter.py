@@ -1,9 +1,9 @@
 """Reads a LoRA adapter in a GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it.
 
-A tensor is called as the model's in GGUF, with ".lora_a" `[r, inputs]` or ".lora_b" `[outputs, r]` added: stacked for
-all experts of a layer, and of the token table turned, `[rows, r]`. The scale of each is `adapter.lora.alpha` over its
-rank. Rows of heads that the converter has moved are moved back, so an adapter fits the model in any file. A file may
-say 0 for alpha, as older ones do: then nothing is scaled, as in llama.cpp.
+Each adapted tensor of the model has two, whose names end with ".lora_a" `[r, inputs]` and ".lora_b" `[outputs, r]`;
+those of a layer's experts are stacked, and the token table's lora_a is `[rows, r]`. The scale is `adapter.lora.alpha`
+over the rank; with an alpha of 0, as in older files, nothing is scaled, as in llama.cpp. Rows of heads that the
+converter has moved are moved back, so that an adapter fits the model in any file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models.adapter_modules import MERGE
 from models.gguf.architectures import ARCHITECTURES, GgufArchitecture
 from models.gguf.formats import Array
 from models.gguf.model_file import PERMUTED, name_in_checkpoint, part_of
-from models.gguf.reader import GgufFile
+from models.gguf.reader import MAGIC, GgufFile
 from models.gguf.weights import in_halves
 from models.peft import PeftAdapter
 from runtime.linear.adapter_pairs import Pair
@@ -26,11 +26,10 @@ from runtime.linear.adapter_pairs import Pair
 _TABLE = "token_embd"
 _MOVED = ("ssm_", "linear_attn", "attn_k_b", "attn_v_b", "attn_kv_b", "shortconv")
 """Parts of which the converter moves rows or columns in other ways."""
-MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a file that begins as GGUF does."""
+    """Whether a path is a file that begins with GGUF's magic bytes."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -67,7 +66,7 @@ def read_gguf_adapter(path: Path, head_dim: int) -> PeftAdapter:
         down, up = halves
         if stem == f"{_TABLE}.weight":
             down = down.T
-        if not (down.ndim == up.ndim in (2, 3) and down.shape[-2] == up.shape[-1] and down.shape[-2]):
+        if not (down.ndim == up.ndim in (2, 3) and down.shape[-2] == up.shape[-1]):
             raise file.error(
                 f"{stem} has lora_a {list(down.shape)} and lora_b {list(up.shape)}, must be [r, inputs] and"
                 " [outputs, r]"
@@ -77,8 +76,6 @@ def read_gguf_adapter(path: Path, head_dim: int) -> PeftAdapter:
         if not np.isfinite(up).all():
             raise file.error(f"{stem} holds infinity once scaled by {alpha / down.shape[-2]:g}: the adapter is broken")
         pairs.update(_by_module(file, stem, rules, head_dim, down, up))
-    if not pairs:
-        raise file.error("holds no pair lora_a, lora_b")
     return PeftAdapter(digest.hexdigest(), pairs)
 
 
@@ -98,7 +95,7 @@ def _opened(path: Path) -> tuple[GgufFile, GgufArchitecture]:
             raise file.error(f"{key} is {found!r:.80}, must be {wanted!r}: give the file of an adapter")
     if (tokens := file.metadata.get("adapter.alora.invocation_tokens")) is not None and np.size(tokens):  # type: ignore[arg-type]
         raise file.error(
-            "adapter.alora.invocation_tokens: is not empty: activated LoRA cannot be served as an adapter; " + MERGE
+            f"adapter.alora.invocation_tokens is not empty: activated LoRA cannot be served as an adapter; {MERGE}"
         )
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:

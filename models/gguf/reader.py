@@ -22,6 +22,7 @@ from models.errors import WeightsError, one_line
 from models.gguf.formats import FORMATS, OTHER_TYPES, Array, GgmlFormat
 from tokenizer.errors import pointer_problem
 
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_ENTRIES = 1 << 16  # tensors, and keys; published files have thousands of tensors, sixty keys
 _LONGEST_KEY, _LONGEST_NAME = 65_535, 64  # bytes, by the format's description and by ggml
@@ -191,7 +192,7 @@ class _Header:
 
     def counts(self) -> tuple[int, int]:
         """How many tensors and keys there are."""
-        if (magic := self._mapping[:4]) != b"GGUF":
+        if (magic := self._mapping[:4]) != MAGIC:
             self._fail(f"is no GGUF file: it begins with {magic!r}", "give one that begins with b'GGUF', or a folder")
         self._position = 4
         version = self._number("<I", "the version")

@@ -333,10 +333,8 @@ class Maker(ABC):
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A router's map, which decides which experts are computed: it is never quantised."""
-        made, source = (
-            self.unrounded().linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias),
-            self.options.addends,
-        )
+        made = self.unrounded().linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
+        source = self.options.addends
         if isinstance(source, TableSource):
             made.addends = (source.addend_of_router(f"{self._prefix}{name}", outputs, inputs),)
         return made

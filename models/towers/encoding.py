@@ -292,9 +292,11 @@ class AttentionLayer(Protocol):
 def through(pace: Pace, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:
     """Applies the layer to rows `x [num_patches, width]` in place; yields the rows of each piece."""
     for rows in pace.slices(x.shape[0]):
-        attention.add(rows, layer.qkv_of(x[rows], pace.of(x[rows])), layer.head_norms)
+        piece = x[rows]
+        attention.add(rows, layer.qkv_of(piece, pace.of(piece)), layer.head_norms)
         yield rows.stop - rows.start
     for blocks in pace.slices(attention.num_blocks, attention.queries_of_block):
         rows = attention.rows_of(blocks)
-        layer.rest(x[rows], attention.attend(blocks), pace.of(x[rows]))
+        piece = x[rows]
+        layer.rest(piece, attention.attend(blocks), pace.of(piece))
         yield rows.stop - rows.start

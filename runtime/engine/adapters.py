@@ -86,8 +86,8 @@ class Adapters:
         return loaded
 
     def changes_tower(self, request: Request) -> bool:
-        """Whether the adapter of a request, which is read, changes what images become."""
-        assert request.adapter is not None, "it has none"
+        """Whether a request's adapter, which has been read, changes the tower of images."""
+        assert request.adapter is not None, "the request has no adapter"
         return not self.maps.of_towers.isdisjoint(request.adapter.result().pairs)
 
     def add(self, request: Request) -> None:

@@ -357,7 +357,7 @@ class EngineConfig(SchedulingConfig):
         tuple[Any, ...],
         Option(
             help="Logits processors, MODULE:NAME or names of entry points xserv.logits_processors, by commas.",
-            about=("functions, `LogitsKernel`s, or names of them (server.md)"),
+            about="functions, `LogitsKernel`s, or names of them (server.md)",
             heading="Execution",
             flag=Flag(kind=str, metavar="NAME,...", read=_names_of_text, write=",".join),
         ),

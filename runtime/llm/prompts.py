@@ -59,7 +59,7 @@ class LoRARequest:
 
     lora_name    a name, for error messages
     lora_int_id  a number of your own
-    lora_path    the adapter's folder, as PEFT writes it
+    lora_path    the adapter's folder, as PEFT writes it, or its GGUF file
     """
 
     lora_name: str

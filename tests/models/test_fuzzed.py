@@ -83,7 +83,7 @@ def test_sixty_of_each_newer_family(family: str) -> None:
     options = ["--family", family, "--num", "60", "--dtype", "float32", "--emulated-share", "0.1", "--no-shrink"]
     command = [sys.executable, str(ROOT / "tools/comparing/fuzz_models.py"), "--peer-python", str(python), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_architecture_is_compared_with_transformers() -> None:

@@ -92,4 +92,4 @@ def test_sixty_models_beside_peft() -> None:
         pytest.skip(str(error))
     command = [sys.executable, str(ROOT / "tools/comparing/fuzz_adapters.py"), "--peer-python", str(python)]
     done = subprocess.run([*command, "--num", "60"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -61,7 +61,7 @@ TRANSFORMERS = PeerEngine(
     "transformers",
     Path(__file__).with_name("peer_transformers.py"),
     ".venv-reference",
-    "torch transformers numpy",
+    "torch transformers peft numpy",
     {"float32": "float32", "bfloat16": "bfloat16"},
 )
 LLAMA = PeerEngine(

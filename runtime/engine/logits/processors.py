@@ -9,13 +9,13 @@ A processor is a function of one sequence's next token, which the engine calls b
 
 ``prompt_token_ids`` and ``output_token_ids`` are int32 arrays that may not be written, ``logits [vocab_size]`` is a
 float32 array of the function's own. It returns such an array: without NaN or plus infinity, and with a token that is
-not forbidden. Its result must depend on its arguments alone: with drafts it is called for tokens that are not kept, of
-several ranks each calls it, and after a preemption it goes on with the same history.
+not forbidden. Its result must depend on its arguments alone: it is also called for drafted tokens that are not kept,
+each rank calls it, and after a preemption it goes on with the same history.
 
 An object with ``new_request(extra_args)`` gives each request such a function, or None for a request that it leaves
 alone; ``extra_args`` is the request's own, a dict. A class is such an object, too: it is made without arguments.
 
-A ``LogitsKernel`` is compiled for the device; on a GPU there are no others.
+A ``LogitsKernel`` is compiled for the device; a GPU takes no other processors.
 
 A name is MODULE:NAME, or that of an entry point of the group ``xserv.logits_processors``.
 """
@@ -42,12 +42,12 @@ NumbersOf = Callable[[dict[str, Any]], "Sequence[float] | None"]
 
 @dataclass(frozen=True, eq=False)
 class LogitsKernel:
-    """A processor that Numba compiles, for the CPU and for GPUs.
+    """A processor that Numba compiles for CPUs and GPUs.
 
     function  ``(token_id, logits, prompt_ids, num_prompt, output_ids, num_output, numbers)``: the new logit of a token.
               It reads the four arrays by index alone, and returns in one place
-    numbers   at most 64, for ``numbers``; or a function of a request's ``extra_args`` that gives them, or None for a
-              request that is left alone
+    numbers   at most 64, for ``numbers``; or a function of a request's ``extra_args`` that gives them, or None to
+              leave the request alone
 
     Raises ``RequestError``.
     """

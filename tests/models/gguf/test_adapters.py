@@ -168,7 +168,8 @@ _A, _B = "blk.0.ffn_up.weight.lora_a", "blk.0.ffn_up.weight.lora_b"
 @pytest.mark.parametrize(
     ("tensors", "add", "message"),
     [
-        ({}, _with_tokens, r"adapter.alora.invocation_tokens: .* activated LoRA cannot be served as an adapter; merge"),
+        ({}, _with_tokens,
+         "alora.invocation_tokens is not empty: activated LoRA cannot be served as an adapter; merge"),
         ({}, _other_kind, "adapter.type is 'control', must be 'lora'"),
         ({}, lambda writer: None, "general.type is 'model', must be 'adapter'"),
         ({_A: np.full((2, 33), np.nan)}, add_usual, "lora_a' holds NaN or infinity: the adapter is broken"),

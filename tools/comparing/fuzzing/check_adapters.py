@@ -128,7 +128,6 @@ def _logits(
 ) -> dict[Row, Array]:
     """The logits of prompts with adapters in one batch, each in two steps if it has more than one token."""
     found: dict[Row, list[Array]] = {row: [] for row in rows}
-    driver: ModelDriver | None = None
     state: dict[str, list[int]] = {}
 
     def complete(batch: Any, first: int) -> None:

@@ -46,8 +46,7 @@ def store(folder: Path, form: str) -> tuple[Path, Path]:
     (floats / "config.json").write_text(json.dumps(config), encoding="utf-8")
     write_safetensors(floats / "model.safetensors", means)
     if form not in FORMATS:
-        kinds = {array.shape: Ggml[form] for array in stored.values() if array.dtype == np.uint8}
-        assert kinds or form == "F16", "no matrix has blocks"
+        assert form == "F16" or any(array.dtype == np.uint8 for array in stored.values()), "no matrix has blocks"
         path = folder / "stored.gguf"
         is_map = re.compile(r"blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)\w*)\.weight")
         type_of = Ggml[form]
@@ -58,9 +57,8 @@ def store(folder: Path, form: str) -> tuple[Path, Path]:
     quantization = FORMATS[form][1](ignored)
     (served / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}), encoding="utf-8")
     write_safetensors(served / "model.safetensors", stored)
-    for name in ("generation_config.json",):
-        if (folder / name).exists():
-            shutil.copy(folder / name, served / name)
+    if (generation := folder / "generation_config.json").exists():
+        shutil.copy(generation, served)
     return served, floats
 
 
