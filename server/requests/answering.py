@@ -56,11 +56,16 @@ def answered(prepare: Prepare) -> Callable[[Request], Coroutine[Any, Any, Respon
         prepared = await service.prepare_body(body, partial(prepare, service, body))
         if not isinstance(prepared, Pending):
             return JsonAnswer(prepared)
-        if not service.awake.is_set():
-            await while_connected(service.until_awake(), request.receive)
-        return await prepared.respond(request)
+        return await respond_awake(service, prepared, request)
 
     return answer
+
+
+async def respond_awake(service: Service, prepared: Pending, request: Request) -> Response:
+    """The engine's answer, after it has woken up if it sleeps. Raises `ApiError`, and `ClientDisconnect`."""
+    if not service.awake.is_set():
+        await while_connected(service.until_awake(), request.receive)
+    return await prepared.respond(request)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from starlette.responses import Response as HttpResponse
 from server.errors import ApiError, in_own_names, invalid, own_name
 from server.openai_api.chat import Chat, prepare_chat
 from server.openai_api.schema import Message
-from server.requests.answering import Answer
+from server.requests.answering import Answer, respond_awake
 from server.requests.generation import GenerationError, Piece
 from server.requests.thinking import settle_thinking
 from server.responses_api import objects
@@ -138,7 +138,7 @@ async def create_response(request: Request) -> HttpResponse:
         stored = _stored(service.responses, body.exchange.tenant, asked.previous_response_id, "previous_response_id")
         before = stored.conversation
     running = await service.prepare_body(body, partial(_prepare, service, body.exchange, asked, before))
-    return await running.respond(request)
+    return await respond_awake(service, running, request)
 
 
 def _prepare(service: Service, exchange: Exchange, asked: ResponsesRequest, before: list[Message]) -> RunningResponse:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from models.checkpoints.given_weights import shared_weights
+from models.checkpoints.hub import BUNDLED_MODEL
 from server.app import create_app
 from server.config import ServerConfig, ServerConfigError
 from server.serve import check_files
@@ -185,6 +186,26 @@ def test_a_request_does_not_wait_for_ever(root: Path) -> None:
             assert refused.json()["error"]["code"] == "asleep"
         assert client.post("/wake_up", headers=ADMIN).status_code == 200
         assert len(completed(client)["token_ids"]) == 8
+
+
+def test_texts_do_not_wait_for_ever(root: Path) -> None:
+    settings: dict[str, Any] = {"admin_key_files": [str(root / "admin")], "model_wait_s": 0.2}
+    hello = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 2}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", hello), ("/v1/messages", {**hello, "max_tokens": 2}), ("/api/chat", hello),
+        ("/v1/responses", {"input": "Hello"}), ("/v1/responses", {"input": "Hello", "stream": True}),
+    ]  # fmt: skip
+    with (
+        serving_process(BUNDLED_MODEL, options, **settings) as (_, url),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        assert client.post("/sleep", headers=ADMIN).status_code == 200
+        for path, body in asked:
+            refused = client.post(path, json=body)
+            assert (refused.status_code, refused.headers.get("Retry-After")) == (503, "10"), (path, refused.text)
+        assert client.post("/wake_up", headers=ADMIN).status_code == 200
+        assert client.post("/v1/responses", json={"input": "Hello", "max_output_tokens": 2}).status_code == 200
 
 
 def test_generate_takes_whole_floats_and_names_fields(client: httpx.Client) -> None:
