@@ -21,12 +21,12 @@ MOST_LINES = {
     "runtime/backends": 3_467,
     "runtime/linear": 3_230,
     "runtime/kv": 1_668,
-    "runtime/engine": 27_054,
+    "runtime/engine": 27_235,
     "runtime/text": 7_342,
     "runtime/llm": 1_947,
     "runtime/parallel": 2_152,
     "runtime/images": 937,
-    "runtime/commands": 3_066,
+    "runtime/commands": 3_067,
     "runtime/bench": 11_805,
     "runtime": 3_611,
     "models": 20_163,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_996
+MOST_WORDS = 39_995
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -19,7 +19,8 @@ from runtime.device.device import Device
 from runtime.device.driver import open_driver
 from runtime.engine.config import EngineConfig
 from runtime.engine.limits import available_memory_bytes
-from runtime.engine.make_engine import describe_engine, load_settings
+from runtime.engine.make_engine import describe_engine
+from runtime.engine.making.load_settings import load_settings
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, PoolInfo
 from runtime.errors import DeviceError
 from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, window_of

@@ -12,8 +12,8 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.process.child import EngineProcess, Membership, Supervision
 from runtime.engine.process.client import EngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.process.spawning import WaitingProcess
-from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.transfer.settings import transfer_settings
 from runtime.later import later
 from runtime.progress import ON_STDERR

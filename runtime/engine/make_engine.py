@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections import Counter
@@ -19,47 +18,49 @@ from models.adapter_changes import ReadChanges, read_changes
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.hub import model_name, resolve_model
-from models.configuration.generation_config import load_end_ids, load_suppressed_ids
-from models.configuration.preprocessing import read_line_ends, read_patch_rule
-from models.drafters.dflash import load_dflash
-from models.drafters.eagle3 import load_eagle3
-from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, PairDrafter
-from models.drafters.mtp import load_mtp
+from models.configuration.generation_config import load_suppressed_ids
+from models.configuration.preprocessing import read_patch_rule
 from models.encoder import BothWays
-from models.gguf.mmproj import NONE as NO_MMPROJ
-from models.registry import Declaration, declare, declare_model, stages_of
-from models.sentence_transformers import pooling_info, read_layout, score_tokens
-from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator, ends_here
+from models.registry import Declaration, declare, declare_model
+from models.sentence_transformers import read_layout, score_tokens
+from runtime.communicator import RankCommunicator, ends_here
 from runtime.device.device import Device
-from runtime.device.errors import InvalidDeviceError
 from runtime.device.gpu import Gpu
 from runtime.device.host_copies import HostCopies
-from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, MTP_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
-from runtime.engine.disk_prefixes import store_on_disk
+from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.limits import CPU_BATCHED_TOKENS, EngineLimits, available_memory_bytes, resolve
 from runtime.engine.logits.processing import try_kernels
-from runtime.engine.logits.processors import load_processors, shown
+from runtime.engine.logits.processors import load_processors
 from runtime.engine.logits.settings import LogitsSettings
-from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, PoolInfo, RankInfo
+from runtime.engine.making.drafters import (
+    Draft,
+    draft_bytes_per_block,
+    draft_state_bytes,
+    drafter_of,
+    speculator_of,
+)
+from runtime.engine.making.engine_info import bytes_of_ranks, engine_info, reads_pictures
+from runtime.engine.making.load_settings import (
+    declared_rank,
+    declared_settings,
+    layers_of_stages,
+    load_settings,
+    settings_of_rank,
+)
+from runtime.engine.messages import EngineInfo
 from runtime.engine.process.wire import RemoteRank
 from runtime.engine.ranks.executor import ParallelExecutor
-from runtime.engine.ranks.group import RankGroup, Shape, device_of_rank, join, new_memory
+from runtime.engine.ranks.group import RankGroup, Shape, join, new_memory
 from runtime.engine.ranks.messages import Loaded
-from runtime.engine.speculation.draft_model import MOST_STATES, PAGES_OF_STATE, DraftModelDrafter
-from runtime.engine.speculation.drafter import Drafter
-from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
-from runtime.engine.speculation.page_proposer import PageProposer
 from runtime.engine.speculation.speculator import Speculator
-from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.pictures import PictureModel, RotatingModel
+from runtime.engine.steps.pictures import PictureModel
 from runtime.engine.weights.loader import Loader
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.kv.kinds import State
 from runtime.later import later
 from runtime.linear.low_rank import LowRankMaps
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -69,10 +70,7 @@ from runtime.text.load import load_tokenizer, read_tokenizer
 
 logger = logging.getLogger("xserv.engine")
 
-_assistants = later("models.drafters.gemma4_assistant")  # it imports a family
-
-KEPT_PICTURE_BYTES = 512 << 20
-"""Device memory for the embeddings of images, those of open requests included."""
+_disk_prefixes = later("runtime.engine.disk_prefixes")  # few keep prefixes there
 
 
 def build_engine(
@@ -102,15 +100,18 @@ def engine_of(
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
     LoadOptions.parse(**load_settings(config, *declared_rank(config)))  # raises before a model is downloaded
-    logits_settings(config)
+    processing = logits_settings(config)
     folder = resolve_model(None if model is None else str(model), reporter)
     if config.num_ranks == 1:
-        return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
+        loaded = loaded_model(folder, config, reporter)
+        return engine_over(loaded, folder, config, model_name(model), processing=processing)
     declared = declared_model(folder, config, declared_settings(config, layers_of_stages(folder, config)))
     ranks = RankGroup(folder, config, remote_ranks)
     try:
         loaded = load_declared(declared, config, reporter, ranks.communicator)
-        return engine_over(loaded, folder, config, model_name(model), ranks, most_open_steps or config.most_open_steps)
+        return engine_over(
+            loaded, folder, config, model_name(model), ranks, most_open_steps or config.most_open_steps, processing
+        )
     except BaseException:
         ranks.close()
         raise
@@ -127,67 +128,10 @@ def lone_rank(folder: Path, config: EngineConfig) -> Engine:
         os.close(memory)
     loaded = loaded_model(folder, config, communicator=communicator)
     limits = limits_of(loaded, config)
-    info = _info(loaded, folder, config, limits, folder.name, None, [loaded.weight_bytes] * config.num_ranks)
+    info = engine_info(loaded, folder, config, limits, folder.name, None, [loaded.weight_bytes] * config.num_ranks)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     executor = executor_over(loaded, folder, config, limits, info.vocab_size, communicator)
     return Engine(executor, limits, info, config.seed, vocabulary, None)
-
-
-def declared_rank(config: EngineConfig) -> tuple[Communicator | None, Pipeline | None]:
-    """The first rank and stage of a split model, for its declaration; all ranks of a stage have the same number of
-    bytes. Raises ``RequestError``."""
-    num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    is_here = config.distributed_executor_backend == "mp"  # otherwise each rank is on another machine
-    if config.num_ranks > 1 and is_here and (device := Device.parse(config.device)).kind == "cuda":
-        name = "tensor_parallel_size" if num_ranks > 1 else "pipeline_parallel_size"
-        try:
-            device_of_rank(device, config.num_ranks - 1).require()
-        except InvalidDeviceError as error:
-            sizes = f"{name} is {getattr(config, name)}"
-            if num_ranks > 1 and num_stages > 1:
-                sizes += f" and pipeline_parallel_size {num_stages}"
-            raise RequestError(f"{sizes} from {device} on: {error}", param=name) from None
-    return (
-        DeclaredRank(0, num_ranks) if num_ranks > 1 else None,
-        DeclaredStage(0, num_stages) if num_stages > 1 else None,
-    )
-
-
-def load_settings(
-    config: EngineConfig, communicator: Communicator | None = None, pipeline: Pipeline | None = None,
-    stages: tuple[range, ...] = (),
-) -> LoadSettings:  # fmt: skip
-    """The settings of a config for loading: device and types of the weights, and the rank, the stage and the layers of
-    each stage."""
-    options = {each.name: getattr(config, each.name) for each in OPTIONS if each.name in LoadSettings.__annotations__}
-    options["device"] = Device.parse(config.device)
-    own: dict[str, Any] = {"communicator": communicator, "pipeline": pipeline, "stages": stages}
-    if config.enable_lora:
-        own["addends"] = LowRankMaps(config.max_loras, config.max_lora_rank)
-    return cast("LoadSettings", {**options, **own, "pending_tokens": config.pending_tokens})
-
-
-def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
-    """The layers of each stage of the model in a folder, by its files' headers; empty for one stage. Raises
-    ``ConfigError`` unless there are enough layers, and as many as ``pipeline_layers`` has."""
-    if config.pipeline_parallel_size == 1:
-        return ()
-    rank, _ = declared_rank(config)
-    return stages_of(
-        folder,
-        config.pipeline_parallel_size,
-        config.stage_layers,
-        load_format=config.load_format,
-        **load_settings(config, rank),
-    )
-
-
-def declared_settings(config: EngineConfig, layers: tuple[range, ...], stage: int = 0) -> LoadSettings:
-    """`load_settings` of a stage's first rank, for a declaration; `layers` are those of all stages."""
-    rank, pipeline = declared_rank(config)
-    if pipeline is None:
-        return load_settings(config, rank)
-    return load_settings(config, rank, DeclaredStage(stage, pipeline.num_stages), layers)
 
 
 def declared_model(
@@ -208,17 +152,6 @@ def loaded_model(
     return load_declared(
         declared_model(folder, config, settings_of_rank(folder, config, communicator)), config, reporter
     )
-
-
-def settings_of_rank(folder: Path, config: EngineConfig, communicator: RankCommunicator | None) -> LoadSettings:
-    """`load_settings` of the rank that has this communicator; None for a model in one piece."""
-    if communicator is None:
-        return load_settings(config)
-    is_staged = communicator.num_stages > 1
-    return load_settings(
-        config, communicator if communicator.num_ranks > 1 else None, communicator if is_staged else None,
-        layers_of_stages(folder, config),
-    )  # fmt: skip
 
 
 def load_declared(
@@ -268,7 +201,7 @@ def _say_states(spec: KVCacheSpec, limits: EngineLimits) -> None:
 
 def engine_over(
     loaded: Model, folder: Path, config: EngineConfig, name: str, ranks: RankGroup | None = None,
-    most_open_steps: int = 1,
+    most_open_steps: int = 1, processing: LogitsSettings | None = None,
 ) -> Engine:  # fmt: skip
     """An engine with its own KV cache over a model that is loaded from ``folder``; or over rank 0's part of it and the
     other ranks, which load theirs.
@@ -286,14 +219,14 @@ def engine_over(
     others: list[Loaded] = [] if ranks is None else ranks.wait_loaded()
     of_ranks = [loaded.weight_bytes, *(rank.weight_bytes for rank in others)]
     limits = limits_of(loaded, config, draft=draft, free_bytes=[rank.free_bytes for rank in others])
-    info = _info(loaded, folder, config, limits, name, draft, of_ranks)
+    info = engine_info(loaded, folder, config, limits, name, draft, of_ranks)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     executor: Executor
     if ranks is None:
-        executor = executor_over(loaded, folder, config, limits, info.vocab_size)
+        executor = executor_over(loaded, folder, config, limits, info.vocab_size, processing=processing)
     else:
         ranks.allocate(limits, info.vocab_size)
-        local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator)
+        local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator, processing)
         executor = ParallelExecutor(local, ranks, most_open_steps)
     # A request's own prediction is not tried if several steps are open.
     speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft, executor)
@@ -305,7 +238,7 @@ def engine_over(
         engine.take_adapters(*read, config.most_kept_adapters)
     if config.prefix_cache_dir:
         assert isinstance(executor, LocalExecutor), "refused for several ranks"
-        store_on_disk(engine, executor, folder, config)
+        _disk_prefixes.store_on_disk(engine, executor, folder, config)
     return engine
 
 
@@ -333,17 +266,17 @@ def _adapters_of(
 
 def executor_over(
     loaded: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int,
-    communicator: RankCommunicator | None = None,
+    communicator: RankCommunicator | None = None, processing: LogitsSettings | None = None,
 ) -> LocalExecutor:  # fmt: skip
-    """An executor of a model from ``folder``, or of a rank's part of it, over its own pages. Raises
-    ``OutOfMemoryError``."""
+    """An executor of a model from ``folder``, or of a rank's part of it, over its own pages; `logits_settings` of the
+    config unless they are given. Raises ``OutOfMemoryError``."""
     _complete(loaded, folder, config, vocab_size)
     spec = loaded.kv_cache_spec(config.block_size)
     for size, num_bytes in zip(limits.pool_sizes, spec.block_bytes, strict=True):
         logger.info("allocating %d KV blocks of %d bytes", size, num_bytes)
     loader = loader_of(loaded, folder, config, limits, vocab_size, communicator)
     pages = KVCache(spec, limits.pool_sizes)
-    processing = logits_settings(config)
+    processing = processing or logits_settings(config)
     if ends_here(communicator):
         try_kernels(processing.processors, loaded.device, vocab_size)
     return LocalExecutor(loaded, pages, limits, vocab_size, communicator, loader, processing)
@@ -390,125 +323,6 @@ def loader_of(
     return Loader(folder, model, declared, load, lambda each: each.kv_cache_spec(config.block_size), keeps_given=is_gpu)
 
 
-Draft = Model | PairDrafter | BlockDrafter | PageDrafter
-"""A drafter with weights of its own, and pages, unless it is an assistant."""
-
-
-def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
-    """The drafter that the config names, loaded or declared, or None if it has no weights. Raises as `load_model` and
-    the loader of drafters, and ``RequestError`` if it does not fit the target of that folder."""
-    if config.draft_model is not None:
-        return draft_model(config, target, folder, declares=declares)
-    if not config.reads_hidden_states:
-        return None
-    settings = _settings_of_another_model(config)
-    settings["quantization"], settings["kv_cache_dtype"], settings["kv_cache_dtype_skip_layers"] = "none", "auto", ""
-    how: dict[str, Any] = {
-        "max_model_len": config.max_model_len, "load_format": config.load_format, "seed": config.seed or 0,
-        "declares": declares, **settings,
-    }  # fmt: skip
-    if config.speculation == "mtp":
-        return load_mtp(folder, target, **{**how, "mmproj": config.mmproj})
-    if config.speculation.startswith(DFLASH_PREFIX):
-        return load_dflash(resolve_model(config.speculation.removeprefix(DFLASH_PREFIX)), target, **how)
-    if config.speculation.startswith(MTP_PREFIX):
-        folder = resolve_model(config.speculation.removeprefix(MTP_PREFIX))
-        assistant: PageDrafter = _assistants.load_assistant(folder, target, **how)
-        return assistant
-    if config.speculation != "eagle3":
-        drafter = resolve_model(config.speculation.removeprefix(EAGLE3_PREFIX))
-    elif not (drafter := folder / OWN_DRAFTER).is_dir():
-        raise RequestError(
-            f"speculation is 'eagle3', but {folder} has no folder {OWN_DRAFTER!r}: name one, {EAGLE3_PREFIX}FOLDER",
-            param="speculation",
-        )
-    return load_eagle3(drafter, target, **how)
-
-
-def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
-    """`load_settings` of a drafter: overrides apply to the model's own config alone, and a drafter reads text."""
-    settings = load_settings(config)
-    del settings["hf_overrides"]
-    settings["pending_tokens"], settings["state_dtype"] = 0, "float32"
-    settings["mmproj"] = NO_MMPROJ
-    return settings
-
-
-def draft_model(config: EngineConfig, target: Model, folder: Path, *, declares: bool) -> Model:
-    """The draft model that the config names, for a target of that folder; without its weights if it is only declared.
-    Raises as `load_model`, and ``RequestError`` if the vocabularies differ."""
-    draft_folder = resolve_model(config.draft_model)
-    settings = _settings_of_another_model(config)
-    declared = declare(draft_folder, load_format=config.load_format, seed=config.seed or 0, **settings)
-    check_draft(declared.model, draft_folder, target, folder)
-    if declares:
-        return declared.model
-    length = min(declared.model.max_positions, config.max_model_len or target.max_positions)
-    logger.info("loading the draft model %s on %s", draft_folder, settings["device"])
-    return declared.load(max_model_len=length)
-
-
-def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -> None:
-    """Raises ``RequestError`` unless both models have the same vocabulary."""
-    sizes = draft.config.vocab_size, target.config.vocab_size
-    if sizes[0] != sizes[1]:
-        raise RequestError(
-            f"speculation: the draft model {draft_folder} has a vocabulary of {sizes[0]} tokens, {folder} has "
-            f"{sizes[1]}: both must have the same",
-            param="speculation",
-        )
-    files = draft_folder / "tokenizer.json", folder / "tokenizer.json"
-    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
-        return
-    vocabularies = [json.loads(file.read_bytes()).get("model", {}).get("vocab") for file in files]
-    if vocabularies[0] != vocabularies[1]:
-        raise RequestError(
-            f"speculation: the draft model {draft_folder} has other tokens than {folder}, in a vocabulary of the same "
-            f"size, {sizes[0]}",
-            param="speculation",
-        )
-
-
-def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
-    """A draft model has as many pages as the target in each of its cache groups."""
-    if draft is None or isinstance(draft, PageDrafter):
-        return 0
-    spec = draft.kv_cache_spec(config.block_size)
-    return spec.bytes_per_token * spec.block_size
-
-
-def _draft_state_bytes(draft: Draft | None, config: EngineConfig) -> int:
-    """A draft model's recurrent states lie beside the blocks."""
-    if draft is None or isinstance(draft, PageDrafter):
-        return 0
-    spec = draft.kv_cache_spec(config.block_size)
-    num_bytes = sum(spec.block_bytes[group.pool] for group in spec.groups if not group.kind.follows_tokens)
-    return num_bytes * PAGES_OF_STATE * min(MOST_STATES, config.max_num_seqs)
-
-
-def speculator_of(
-    config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Draft | None, executor: Executor
-) -> Speculator | None:
-    """The proposer of draft tokens that the config names, or None."""
-    if config.speculation == "off" or (State() in limits.cache_kinds and not config.pending_tokens):
-        return None
-    drafter: Drafter | None = None
-    if isinstance(draft, PageDrafter):
-        assert isinstance(executor, LocalExecutor), "the config was checked"
-        pages, tables = executor.kv_cache, executor.rows.tables
-        drafter = PageProposer(draft, pages, tables, limits, config.num_speculative_tokens)
-    elif draft is not None and not isinstance(draft, Model):
-        drafter = StateProposer(draft, limits, limits.num_blocks, config.num_speculative_tokens)
-    elif draft is not None:
-        rejects = config.speculation_acceptance == "rejection"
-        drafter = DraftModelDrafter(
-            draft, draft.max_positions, draft.longrope_threshold, limits, limits.num_blocks, rejects=rejects
-        )
-    elif config.speculation != "auto":
-        drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
-    return Speculator(drafter, config.num_speculative_tokens, vocab_size)
-
-
 def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInfo:
     """The `EngineInfo` of an engine of this config. Nothing is loaded: sizes come from the headers of the model's
     files. Raises as `engine_of`."""
@@ -531,83 +345,7 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
     draft_bytes = 0 if draft is None else draft.weight_bytes
     limits = limits_of(declared, config, num_bytes_to_load=to_load + draft_bytes, draft=draft)
     of_ranks = [size for size in weight_bytes for _ in range(config.tensor_parallel_size)]
-    return _info(declared, folder, config, limits, model_name(model), draft, of_ranks)
-
-
-def _info(
-    model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Draft | None,
-    of_ranks: Sequence[int],
-) -> EngineInfo:  # fmt: skip
-    """`of_ranks` are the bytes of each rank's weights."""
-    spec = model.kv_cache_spec(config.block_size)
-    draft_bytes = _draft_bytes_per_block(draft, config)
-    block_bytes = [sum(each) + draft_bytes for each in zip(*_bytes_of_ranks(model, config), strict=True)]
-    pools = tuple(map(PoolInfo, limits.pool_sizes, block_bytes))
-    return EngineInfo(
-        model_name=name,
-        model_path=str(folder),
-        architecture=model.config.architecture,
-        device=str(model.device),
-        dtype=model.dtype.name,
-        quantization=model.quantization,
-        kv_cache_dtype=spec.dtype.name,
-        vocab_size=model.config.vocab_size,
-        # An encoder needs none, and its tokenizer may be half of its start.
-        eos_token_ids=_eos_token_ids(folder, config.hf_overrides, model.config.vocab_size) if model.generates else (),
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_waiting=limits.max_waiting,
-        max_waiting_tokens=limits.max_waiting_tokens,
-        block_size=limits.block_size,
-        num_blocks=limits.num_blocks,
-        kv_cache_bytes=sum(pool.num_blocks * pool.block_bytes for pool in pools),
-        weight_bytes=sum(of_ranks) + (0 if draft is None else draft.weight_bytes),
-        mapped_bytes=model.mapped_bytes,
-        scheduling_policy=config.scheduling_policy,
-        cache_groups=tuple(
-            CacheGroupInfo(group.kind, len(group.layers), group.num_padding, group.pool)
-            for group in replace(spec, own_layers=None).groups
-        ),
-        pools=pools,
-        images=_image_support(model, folder, limits),
-        longrope_threshold=limits.longrope_threshold,
-        ranks=_ranks(model, config, limits, of_ranks),
-        pooling=pooling_info(model, folder, read_layout(folder)),
-        exact=config.exact,
-        logits_processors=tuple(map(shown, config.logits_processors)),
-        logprobs_mode=config.logprobs_mode,
-        max_loras=config.max_loras if config.enable_lora else 0,
-        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
-    )
-
-
-def _ranks(model: Model, config: EngineConfig, limits: EngineLimits, of_ranks: Sequence[int]) -> tuple[RankInfo, ...]:
-    """The part of each of several ranks."""
-    if config.num_ranks == 1:
-        return ()
-    stages = model.stages or (model.own_layers,)
-    places = [(stage, own) for stage, own in enumerate(stages) for _ in range(config.tensor_parallel_size)]
-    return tuple(
-        RankInfo(
-            number,
-            stage,
-            own.start,
-            own.stop,
-            weight_bytes,
-            sum(count * size for count, size in zip(limits.pool_sizes, sizes, strict=True)),
-        )
-        for number, ((stage, own), weight_bytes, sizes) in enumerate(
-            zip(places, of_ranks, _bytes_of_ranks(model, config), strict=True)
-        )
-    )
-
-
-def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[tuple[int, ...]]:
-    """Bytes of one block of each pool in the memory of each rank; the model may be of any stage."""
-    spec = model.kv_cache_spec(config.block_size)
-    of_stages = [replace(spec, own_layers=own).block_bytes for own in model.stages] or [spec.block_bytes]
-    return [sizes for sizes in of_stages for _ in range(config.tensor_parallel_size)]
+    return engine_info(declared, folder, config, limits, model_name(model), draft, of_ranks)
 
 
 def read_rule(model: Model, folder: Path, mmproj: str) -> None:
@@ -623,30 +361,6 @@ def read_rule(model: Model, folder: Path, mmproj: str) -> None:
         model.patch_rule = read_patch_rule(folder, model.patch_rule, mmproj)
 
 
-def reads_pictures(model: PictureModel, folder: Path) -> bool:
-    """Reads the tokens that end lines of a model's images; returns whether it accepts images. Raises `ConfigError`."""
-    if model.line_ends is None:
-        return True
-    model.line_ends = read_line_ends(folder, model.line_ends)
-    return model.line_ends is not None
-
-
-def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
-    """How the model reads images, or None if it does not."""
-    if not isinstance(model, PictureModel) or not reads_pictures(model, folder):
-        return None
-    return ImageSupport(
-        token_id=model.image_token_id,
-        rule=model.patch_rule,
-        max_tokens=max(1, KEPT_PICTURE_BYTES // model.bytes_per_picture_token),
-        has_axes=isinstance(model, RotatingModel),
-        frame=model.frame,
-        frame_sign=model.frame_sign,
-        line_ends=model.line_ends,
-        most_whole=limits.most_whole,
-    )
-
-
 def limits_of(
     model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0, draft: Draft | None = None,
     free_bytes: Sequence[int] = (),
@@ -657,8 +371,8 @@ def limits_of(
     Ranks that share a memory have one block in it each; of several GPUs the one with least room for pages counts.
     """
     spec, has_own_memory = model.kv_cache_spec(config.block_size), model.device.kind == "cuda"
-    of_ranks = _bytes_of_ranks(model, config)
-    free = max(0, free_memory_bytes(model.device) - num_bytes_to_load - _draft_state_bytes(draft, config))
+    of_ranks = bytes_of_ranks(model, config)
+    free = max(0, free_memory_bytes(model.device) - num_bytes_to_load - draft_state_bytes(draft, config))
     bytes_per_block = [max(each) if has_own_memory else sum(each) for each in zip(*of_ranks, strict=True)]
     if has_own_memory:
         of_gpus = [free, *(free_bytes or [free] * (len(of_ranks) - 1))]
@@ -676,7 +390,7 @@ def limits_of(
         config,
         max_position_embeddings=max_positions,
         bytes_per_block=bytes_per_block,
-        draft_bytes_per_block=_draft_bytes_per_block(draft, config),
+        draft_bytes_per_block=draft_bytes_per_block(draft, config),
         cache_kinds=spec.group_kinds,
         cache_pools=spec.group_pools,
         longrope_threshold=model.longrope_threshold,
@@ -709,18 +423,6 @@ def _without_answers(config: EngineConfig, max_positions: int, num_groups: int, 
     return replace(
         config, num_blocks=num_blocks, max_num_batched_tokens=step, enable_prefix_caching=False, speculation="off"
     )
-
-
-def _eos_token_ids(folder: Path, overrides: str, vocab_size: int) -> tuple[int, ...]:
-    """The model's end-of-sequence ids, without those outside its vocabulary, which are never sampled."""
-    given = load_end_ids(folder, overrides)
-    kept = tuple(token_id for token_id in given if token_id < vocab_size)
-    if kept != given:
-        outside = [token_id for token_id in given if token_id not in kept]
-        logger.warning(
-            "eos_token_id %s of %s: not in the vocabulary of %d tokens, left out", outside, folder, vocab_size
-        )
-    return kept
 
 
 def free_memory_bytes(device: Device) -> int:

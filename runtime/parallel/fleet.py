@@ -40,7 +40,7 @@ from runtime.engine.messages import (
 )
 from runtime.engine.process.child import Membership, Supervision
 from runtime.engine.process.client import EngineClient, Origin, OutputSink
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.transfer.settings import transfer_settings

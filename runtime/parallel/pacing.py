@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from runtime.engine.messages import EngineInfo, StepView
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.scheduling.step_limit import StepLimit
 from runtime.engine.scheduling.step_model import LinearStepModel, StepFeatures, features_of, fit
 from runtime.parallel.roles import AutoRoles

@@ -12,8 +12,8 @@ import sys
 from functools import partial
 from typing import Any
 
+from runtime.engine.process.child import Supervision
 from runtime.engine.process.main import ProcessServer, main
-from runtime.engine.process.supervisor import Supervision
 from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.sampler import SamplingRows
 from runtime.own_packages import python_module

@@ -22,7 +22,8 @@ import openai
 import pytest
 
 from runtime.engine.messages import EngineRequest
-from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
+from runtime.engine.process.child import Supervision
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.own_packages import python_module
 from server.app import create_app
 from server.config import ServerConfig

@@ -14,8 +14,8 @@ import pytest
 from models.checkpoints.model_files import ModelFolder
 from runtime.engine.make_client import StartingClient
 from runtime.engine.make_engine import build_engine
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.process.spawning import ENGINE, WaitingProcess
-from runtime.engine.process.supervisor import ProcessEngineClient
 from server.serve import serve
 from tests.models.encoder_cases import write_encoder
 from tests.waiting import TIMEOUT_S

@@ -28,7 +28,7 @@ from runtime.bench.environment import finished
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.child import Membership
 from runtime.engine.process.client import EngineClient
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.parallel.handing_fleet import HandingFleet
 from tools.measure_decisions import DEMO, write_model

@@ -133,14 +133,14 @@ def shown(given: Any) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def load_processors(processors: Sequence[Any], device: str) -> tuple[Processor, ...]:
-    """The processors of an engine on this device. Raises ``RequestError`` for one that is not there, or that does not
-    run there."""
+def load_processors(processors: Sequence[Any], device: str, *, makes: bool = True) -> tuple[Processor, ...]:
+    """The processors of an engine on this device; without ``makes`` classes stay classes. Raises ``RequestError`` for
+    one that is not there, or that does not run there."""
     loaded = []
     for each in processors:
         given = _named(each) if isinstance(each, str) else each
         name = shown(each)
-        if isinstance(given, type):
+        if isinstance(given, type) and makes:
             try:
                 given = given()
             except Exception as error:

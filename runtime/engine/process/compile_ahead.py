@@ -46,7 +46,7 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
     ``CompileError`` for a kernel that does not compile; ``RequestError`` for a logits processor that cannot be loaded.
     """
     device = Device.parse(config.device)
-    load_processors(config.logits_processors, str(device))  # raises before anything is compiled
+    load_processors(config.logits_processors, str(device), makes=False)  # raises before anything is compiled
     config = replace(config, logits_processors=())  # those of the user are compiled with the engine
     path = resolve_model(None if model is None else str(model), reporter)
     wanted: Wanted | WantedOfCpu | None

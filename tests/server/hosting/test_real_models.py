@@ -20,7 +20,7 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 import models.demo
 import models.demo_vision
 from runtime.engine.make_engine import build_engine
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.progress import SILENT
 from runtime.text.load import load_tokenizer

@@ -221,6 +221,18 @@ def test_refused_processors(processors: Any, problem: str) -> None:
         LLM(MODEL, logits_processors="json:dumps", **OPTIONS)
 
 
+def test_a_class_is_made_once() -> None:
+    made = []
+
+    class Noted(ByRequest):
+        def __init__(self) -> None:
+            made.append(self)
+
+    with LLM(MODEL, logits_processors=[Noted], **OPTIONS) as llm:
+        assert answers(llm, greedy("repetition_penalty")) == ANSWERS["repetition_penalty"]
+    assert len(made) == 1
+
+
 def test_other_processes_need_names() -> None:
     with pytest.raises(RequestError, match=r"<lambda> cannot be sent to another process"):
         LLM(MODEL, logits_processors=[lambda p, o, x: x], tensor_parallel_size=2, **OPTIONS)

@@ -23,9 +23,9 @@ from models.errors import ModelLoadError
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineOutput, EngineRequest
-from runtime.engine.process.child import EngineProcess
+from runtime.engine.process.child import EngineProcess, Supervision
 from runtime.engine.process.main import EXIT_LOOP_DIED, EXIT_SERVER_GONE, EXIT_STUCK
-from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.process.wire import FromEngine, Outputs, Start, Started, frame
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import OutOfMemoryError, XservError
@@ -316,7 +316,7 @@ def test_close_while_it_is_down(tmp_path: Path) -> None:
     os.kill(client.pid or 0, signal.SIGKILL)
     wait_until(lambda: client.state == "down")
     client.close()
-    assert not client._supervisor.is_alive()
+    assert not client._supervisor.thread.is_alive()
 
 
 def test_close_from_a_sink() -> None:
@@ -329,8 +329,8 @@ def test_close_from_a_sink() -> None:
 
     client.submit(request("x", [1], max_tokens=50_000), sink)
     assert ended.reasons() == ["abort"]
-    client._supervisor.join(TIMEOUT_S)
-    assert not client._supervisor.is_alive()
+    client._supervisor.thread.join(TIMEOUT_S)
+    assert not client._supervisor.thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,8 @@ def test_an_engine_that_nobody_reads_waits(monkeypatch: pytest.MonkeyPatch) -> N
 
 PARENT = """
 import sys, time
-from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
+from runtime.engine.process.child import Supervision
+from runtime.engine.process.process_client import ProcessEngineClient
 if __name__ == "__main__":
     client = ProcessEngineClient(supervision=Supervision(command=tuple(sys.argv[1:])))
     print(client.pid, flush=True)

@@ -19,7 +19,7 @@ from runtime.engine.make_client import start_client
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest, StepView
 from runtime.engine.process.client import EngineClient
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.parallel.fleet import Fleet
 from tests.runtime.engine.process.test_process_faults import Sink, is_gone, light_client, request
 from tests.runtime.parallel.test_fleet import light_fleet

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from runtime.engine.process.child import Supervision
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.own_packages import python_module
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.process.test_process_faults import Sink, is_gone, request

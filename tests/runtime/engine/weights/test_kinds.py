@@ -19,7 +19,7 @@ from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.make_client import start_client
 from runtime.engine.messages import AdapterRef
 from runtime.engine.process.client import EngineClient
-from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.weights.commands import (
     EngineCondition,
     FolderWeights,
@@ -275,7 +275,7 @@ def test_engine_in_a_process(pair: tuple[Path, Path]) -> None:
     wanted = Asked(client, "wanted", IDS).answer().tokens
 
     def kill() -> None:
-        running = client._process
+        running = client._supervisor.process
         assert running is not None
         running.kill()
         wait_until(lambda: client.state != "ready")
@@ -299,7 +299,7 @@ def test_several_engines(pair: tuple[Path, Path]) -> None:
     assert {engine.weight_version for engine in client.engines} == {"new"}
     engines = client.engines
     assert isinstance(engines[1], ProcessEngineClient)
-    running = engines[1]._process
+    running = engines[1]._supervisor.process
     assert running is not None
     running.kill()
     wait_until(lambda: engines[1].state != "ready")
