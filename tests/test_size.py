@@ -29,9 +29,9 @@ MOST_LINES = {
     "runtime/commands": 3_067,
     "runtime/bench": 11_805,
     "runtime": 3_611,
-    "models": 20_163,
+    "models": 20_164,
     "server": 23_407,
-    "tokenizer": 7_596,
+    "tokenizer": 7_624,
     "tools": 18_980,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files

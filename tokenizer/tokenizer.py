@@ -31,6 +31,7 @@ from tokenizer.templates.content_marks import ContentMarks, free_mark, is_no_tur
 from tokenizer.templates.template_forms import TemplateForms, forms_of
 from tokenizer.unigram.model import UnigramModel
 from tokenizer.warn import warn_once
+from tokenizer.word_level import WordLevelModel
 from tokenizer.word_piece import WordPieceModel
 
 _ID_LIMIT = 1 << 32
@@ -42,8 +43,7 @@ _PROBE = tuple({"role": role, "content": role} for role in ("system", "user", "a
 
 
 class Tokenizer:
-    """A byte-level or SentencePiece-style BPE tokenizer, or a WordPiece one, equal to the `tokenizers` library's id for
-    id.
+    """A tokenizer of BPE, Unigram, WordPiece or WordLevel, equal to the `tokenizers` library's id for id.
 
     Threads may share it.
     """
@@ -525,8 +525,10 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
-def _build_model(fields: Fields, files: TokenizerFiles) -> BpeModel | UnigramModel | WordPieceModel:
+def _build_model(fields: Fields, files: TokenizerFiles) -> BpeModel | UnigramModel | WordPieceModel | WordLevelModel:
     """The model of a "model" object. Raises `TokenizerFileError`."""
+    if fields.get("type") == "WordLevel":
+        return WordLevelModel(fields)
     if fields.get("type") == "WordPiece":
         return WordPieceModel(fields)
     if fields.get("type") == "Unigram":

@@ -20,10 +20,10 @@ def is_compiled() -> bool:
 
 
 def has_loops(files: TokenizerFiles) -> bool:
-    """Whether a tokenizer runs compiled loops. WordPiece's does not, unless its normalizer is Unigram's."""
+    """Whether a tokenizer runs compiled loops. One of whole words does not, unless its normalizer is Unigram's."""
     model = files.tokenizer.get("model")
-    is_word_piece = isinstance(model, dict) and model.get("type") == "WordPiece"
-    return not is_word_piece or "Precompiled" in repr(files.tokenizer.get("normalizer"))
+    has_words = isinstance(model, dict) and model.get("type") in ("WordPiece", "WordLevel")
+    return not has_words or "Precompiled" in repr(files.tokenizer.get("normalizer"))
 
 
 def _byte_level() -> None:

@@ -25,12 +25,13 @@ _PROVENANCE = {
 
 # Training: dropouts, initial values, losses.
 _TRAINING = {
-    "ignore_index", "output_router_logits", "router_jitter_noise", "seq_aux",
+    "ignore_index", "neftune_noise_alpha", "output_router_logits", "router_jitter_noise", "seq_aux",
 }  # fmt: skip
 
 # How transformers, or another engine, runs the model.
 _EXECUTION = {
-    "cache_implementation", "chunk_size_feed_forward", "ignore_keys_at_rope_validation", "model_parallel",
+    "cache_implementation", "chunk_size_feed_forward", "ignore_keys_at_rope_validation",
+    "keys_to_ignore_at_inference", "low_cpu_mem_usage", "model_parallel", "padding_side",
     "output_attentions", "output_hidden_states", "output_past", "pretraining_tp", "reorder_and_upcast_attn",
     "return_dict", "tie_encoder_decoder", "tie_last_hidden_states", "torchscript", "use_bfloat16",
     "use_cache", "use_return_dict", "use_sdpa", "xla_device",
@@ -38,7 +39,7 @@ _EXECUTION = {
 
 # Lengths that are notes; `max_position_embeddings` is the one that counts.
 _LENGTHS = {
-    "max_sequence_length", "model_max_length", "n_ctx", "seq_len", "seq_length",
+    "max_seq_len", "max_seq_length", "max_sequence_length", "model_max_length", "n_ctx", "seq_len", "seq_length",
 }  # fmt: skip
 
 # Heads for other tasks, and their labels.

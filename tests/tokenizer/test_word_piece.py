@@ -1,4 +1,4 @@
-"""WordPiece with BERT's normalizer, and templates of pairs, against the `tokenizers` library."""
+"""WordPiece and WordLevel with BERT's normalizer, and templates of pairs, against the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path: Path = tmp_path_factory.mktemp("word_piece") / "tokenizer.json"
     theirs.save(str(path))
     return theirs, Tokenizer.from_file(path)
+
+
+@pytest.mark.parametrize("unknown", ["[UNK]", "[NONE]"])
+def test_word_level(tmp_path: Path, unknown: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole words; where the unknown token is none of the vocabulary, the library ends at a word that it lacks, and we
+    leave it out and say so."""
+    theirs = tokenizers.Tokenizer(models.WordLevel(unk_token=unknown))
+    theirs.normalizer = normalizers.BertNormalizer()
+    theirs.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    theirs.train_from_iterator(TEXTS[:3], trainers.WordLevelTrainer(special_tokens=["[UNK]", "[CLS]"]))
+    theirs.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    is_known = unknown == "[UNK]"
+    assert ("words without a token are left out" in caplog.text) == (not is_known)
+    for text in (*TEXTS[: None if is_known else 3], ""):
+        ids = theirs.encode(text).ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+    assert ours.encode("the zebra fox") == [*ours.encode("the"), *([0] if is_known else []), *ours.encode("fox")[1:]]
 
 
 def types_of(ids: list[int], second_from: int | None) -> list[int]:
