@@ -73,26 +73,33 @@ def problems_of(folder: Path) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def test_a_missing_tensor(tmp_path: Path) -> None:
-    folder = rewrite(tmp_path, lambda tensors: tensors.pop(DOWN))
-    assert problems_of(folder) == (f"model.safetensors: tensor '{DOWN}' [48, 72] is missing",)
+MISSHAPEN = f"tensor '{DOWN}' is [72, 48], but the config asks for [48, 72]"
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+LORA = "model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def test_a_left_over_tensor(tmp_path: Path) -> None:
-    folder = rewrite(tmp_path, lambda tensors: tensors.update(extra=np.ones(3, np.float32)))
-    # Others have the prefix, so this name is taken as it stands.
-    assert problems_of(folder) == ("model.safetensors: tensor 'extra' is left over",)
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({DOWN: None}, f"tensor '{DOWN}' [48, 72] is missing"),
+        ({HEAD: None}, f"tensor '{HEAD}' [97, 48] is missing"),  # of an untied model
+        ({"extra": np.ones(3, np.float32)}, "tensor 'extra' is left over"),  # the others have a prefix
+        ({BIAS: np.ones(48, np.float32)}, f"tensor '{BIAS}' is left over"),
+        ({DOWN: lambda array: array.T}, MISSHAPEN),
+        ({DOWN: lambda array: array.astype(np.int64)}, f"tensor '{DOWN}' is I64, not F32, F16 or BF16"),
+        ({DOWN: lambda array: array.astype(np.bool_)}, f"tensor '{DOWN}' is BOOL, not F32, F16 or BF16"),
+        ({LORA: np.ones((4, 48), np.float32)},
+         f"tensor '{LORA}' of an adapter that is not merged (peft: `merge_and_unload`) is left over"),
+    ],
+)  # fmt: skip
+def test_one_offender(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    def change(tensors: dict[str, Array]) -> None:
+        for name, new in changes.items():
+            old = tensors.pop(name, None)
+            if new is not None:
+                tensors[name] = new(old) if callable(new) else new
 
-
-def test_a_misshapen_tensor(tmp_path: Path) -> None:
-    folder = rewrite(tmp_path, lambda tensors: tensors.update({DOWN: tensors[DOWN].T}))
-    assert problems_of(folder) == (f"model.safetensors: tensor '{DOWN}' is [72, 48], but the config asks for [48, 72]",)
-
-
-@pytest.mark.parametrize(("dtype", "name"), [(np.int64, "I64"), (np.bool_, "BOOL")])
-def test_a_wrong_typed_tensor(tmp_path: Path, dtype: Any, name: str) -> None:
-    folder = rewrite(tmp_path, lambda tensors: tensors.update({DOWN: tensors[DOWN].astype(dtype)}))
-    assert problems_of(folder) == (f"model.safetensors: tensor '{DOWN}' is {name}, not F32, F16 or BF16",)
+    assert problems_of(rewrite(tmp_path, change)) == (f"model.safetensors: {problem}",)
 
 
 def test_another_vocabulary_than_the_configs(tmp_path: Path) -> None:
@@ -194,11 +201,6 @@ def test_a_tied_table_stored_under_the_heads_name_only(tmp_path: Path) -> None:
     )
 
 
-def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
-    folder = rewrite(tmp_path, lambda tensors: tensors.pop(HEAD))
-    assert problems_of(folder) == (f"model.safetensors: tensor '{HEAD}' [97, 48] is missing",)
-
-
 def test_main_dtype_is_that_of_most_elements(tmp_path: Path) -> None:
     write_model(tmp_path, LLAMA, "BF16")
     tensors = golden_tensors(LLAMA, "BF16")
@@ -233,18 +235,17 @@ def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint[name].array(), array)
 
 
-def test_a_missing_shard(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (Path.unlink, "the file is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), "tensor .* the file is truncated"),
+    ],
+)
+def test_a_spoilt_shard(tmp_path: Path, spoil: Callable[[Path], Any], problem: str) -> None:
     sharded(tmp_path)
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"model-00002-of-00002.safetensors: the file is missing"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_truncated_shard(tmp_path: Path) -> None:
-    sharded(tmp_path)
-    path = tmp_path / "model-00002-of-00002.safetensors"
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(WeightsError, match=r"model-00002-of-00002.safetensors: tensor .* the file is truncated"):
+    spoil(tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(WeightsError, match=f"model-00002-of-00002.safetensors: {problem}"):
         open_checkpoint(tmp_path)
 
 
@@ -371,11 +372,6 @@ def test_names_that_wrappers_leave(
 
 
 def test_an_adapter_that_is_not_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
-    folder = rewrite(tmp_path / "a", lambda tensors: tensors.update({name: np.ones((4, 48), np.float32)}))
-    assert problems_of(folder) == (
-        f"model.safetensors: tensor '{name}' of an adapter that is not merged (peft: `merge_and_unload`) is left over",
-    )
     write_model(tmp_path, LLAMA)
     (tmp_path / "adapter_config.json").write_text("{}")
     fitted(tmp_path)
@@ -406,10 +402,7 @@ def test_float64_is_read_as_float32(tmp_path: Path) -> None:
 
 
 def test_a_bias_of_zeros_that_no_map_has(tmp_path: Path) -> None:
-    bias = "model.layers.0.self_attn.q_proj.bias"
-    fitted(rewrite(tmp_path / "zeros", lambda tensors: tensors.update({bias: np.zeros(48, np.float32)})))
-    ones = rewrite(tmp_path / "ones", lambda tensors: tensors.update({bias: np.ones(48, np.float32)}))
-    assert problems_of(ones) == (f"model.safetensors: tensor '{bias}' is left over",)
+    fitted(rewrite(tmp_path, lambda tensors: tensors.update({BIAS: np.zeros(48, np.float32)})))
 
 
 def test_weights_that_are_a_dangling_link(tmp_path: Path) -> None:

@@ -176,49 +176,37 @@ def test_half_a_character_at_the_end_becomes_the_replacement() -> None:
     assert whole.text == tokenizer.decode(ids) == "é\ufffd"
 
 
-def test_a_stop_string_inside_one_token_and_its_text_kept() -> None:
+KEPT: dict[str, Any] = {"include_stop_str_in_output": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pieces", "edges", "reason", "found"),
+    [
+        # a stop string inside one token; the text of a stop id; special tokens
+        ({"stop": "b"}, ["x", "abc", "y"], [1, 2], "length", {"text": "xa", "num_ids": 2}),
+        ({"stop": "b", **KEPT}, ["x", "abc", "y"], [1, 2], "length", {"text": "xab", "num_ids": 2}),
+        ({"stop_token_ids": [33]}, [*"hi!"], [1], "stop", {"text": "hi", "stop_reason": 33, "should_cancel": False}),
+        ({"stop_token_ids": [33], **KEPT}, [*"hi!"], [1], "stop",
+         {"text": "hi!", "stop_reason": 33, "should_cancel": False}),
+        ({"skip_special_tokens": True}, ["a", SPECIAL, "b"], [1, 2], "length", {"text": "ab"}),
+        ({"skip_special_tokens": False}, ["a", SPECIAL, "b"], [1, 2], "length", {"text": f"a{SPECIAL}b"}),
+        # a stop string beats the length on the same token, and none is looked for before min_tokens
+        ({"stop": "!"}, [*"hi!"], [1], "length",
+         {"text": "hi", "finish_reason": "stop", "stop_reason": "!", "should_cancel": False}),
+        ({"stop": "b", "min_tokens": 3}, [*"abcabc"], [], "length", {"text": "abca", "num_ids": 5}),
+        ({"detokenize": False}, [*"abc"], [1], "length", {"text": ""}),
+        ({"stop": "zz"}, [*"abz"], [1, 2, 3], "error", {"text": "abz", "finish_reason": "error"}),
+    ],
+)  # fmt: skip
+def test_what_becomes_text(
+    fields: dict[str, Any], pieces: list[str], edges: list[int], reason: FinishReason, found: dict[str, Any]
+) -> None:
     tokenizer = byte_level_tokenizer()
-    ids = [*b"x", tokenizer.token_to_id("abc"), *b"y"]
-    for include, text in ((False, "xa"), (True, "xab")):
-        params = SamplingParams(stop="b", include_stop_str_in_output=include, max_tokens=None)
-        whole, _ = run(TextPipeline(tokenizer, params, [1]), outputs_of(ids, [1, 2], "length"))
-        assert (whole.text, whole.token_ids) == (text, ids[:2])
-
-
-def test_the_text_of_a_stop_id_is_left_out_unless_wanted() -> None:
-    tokenizer = byte_level_tokenizer()
-    ids = [*b"hi", *b"!"]
-    for include, text in ((False, "hi"), (True, "hi!")):
-        params = SamplingParams(stop_token_ids=[33], include_stop_str_in_output=include, max_tokens=None)
-        whole, _ = run(TextPipeline(tokenizer, params, [1]), outputs_of(ids, [1], "stop", 33))
-        assert (whole.text, whole.token_ids, whole.stop_reason) == (text, ids, 33)
-        assert not whole.should_cancel
-
-
-def test_a_stop_string_beats_length_on_the_same_token() -> None:
-    params = SamplingParams(stop="!", max_tokens=None)
-    whole, _ = run(TextPipeline(byte_level_tokenizer(), params, [1]), outputs_of(list(b"hi!"), [1], "length"))
-    assert (whole.text, whole.finish_reason, whole.stop_reason, whole.should_cancel) == (
-        "hi",
-        "stop",
-        "!",
-        False,
-    )
-
-
-def test_special_tokens_are_skipped_or_shown() -> None:
-    tokenizer = byte_level_tokenizer()
-    special = tokenizer.token_to_id(SPECIAL)
-    for skip, text in ((True, "ab"), (False, f"a{SPECIAL}b")):
-        params = SamplingParams(skip_special_tokens=skip, max_tokens=None)
-        whole, _ = run(TextPipeline(tokenizer, params, [1]), outputs_of([97, special, 98], [1, 2], "length"))
-        assert (whole.text, len(whole.token_ids)) == (text, 3)
-
-
-def test_min_tokens_looks_past_early_stop_strings() -> None:
-    params = SamplingParams(stop="b", min_tokens=3, max_tokens=None)
-    whole, _ = run(TextPipeline(byte_level_tokenizer(), params, [1]), outputs_of(list(b"abcabc"), [], "length"))
-    assert (whole.text, whole.token_ids) == ("abca", list(b"abcab"))
+    ids = [tokenizer.token_to_id(piece) for piece in pieces]
+    pipeline = TextPipeline(tokenizer, SamplingParams(max_tokens=None, **fields), [1])
+    whole, _ = run(pipeline, outputs_of(ids, edges, reason, 33 if reason == "stop" else None))
+    assert whole.token_ids == ids[: found.pop("num_ids", len(ids))]
+    assert {name: getattr(whole, name) for name in found} == found
 
 
 def test_without_a_tokenizer_ids_pass_through() -> None:
@@ -229,18 +217,6 @@ def test_without_a_tokenizer_ids_pass_through() -> None:
     with pytest.raises(RequestError, match="tokenizer") as caught:
         TextPipeline(None, SamplingParams(stop="x"), [1])
     assert caught.value.param == "stop"
-
-
-def test_detokenize_false_makes_no_text() -> None:
-    params = SamplingParams(detokenize=False, max_tokens=None)
-    whole, _ = run(TextPipeline(byte_level_tokenizer(), params, [1]), outputs_of(list(b"abc"), [1], "length"))
-    assert (whole.text, whole.token_ids) == ("", list(b"abc"))
-
-
-def test_an_error_ends_the_text_where_it_stands() -> None:
-    pipeline = TextPipeline(byte_level_tokenizer(), SamplingParams(stop="zz", max_tokens=None), [1])
-    whole, _ = run(pipeline, outputs_of(list(b"abz"), [1, 2, 3], "error"))
-    assert (whole.text, whole.finish_reason) == ("abz", "error")
 
 
 def test_a_long_answer_takes_linear_time() -> None:

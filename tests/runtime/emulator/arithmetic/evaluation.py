@@ -81,6 +81,12 @@ def evaluate(cases: Sequence[Case]) -> list[np.ndarray]:
     return found
 
 
+def check(cases: Sequence[Case], expected: Sequence[list[int]]) -> None:
+    assert len(cases) == len(expected)
+    for case, found, wanted in zip(cases, evaluate(cases), expected):
+        assert found.tolist() == wanted, case.statement
+
+
 def run(text: str, inputs: bytes, result_bytes: int, threads: int) -> bytes:
     """Launches `k` with one block on a device of its own and reads the results back."""
     machine = Machine(64 << 20, TARGET)

@@ -5,17 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from runtime.emulator.translation.lowering import UnsupportedInstruction
-from tests.runtime.emulator.arithmetic.evaluation import Case, evaluate
+from tests.runtime.emulator.arithmetic.evaluation import Case, check, evaluate
 from tests.runtime.emulator.arithmetic.test_integers import LARGE, VALUES, columns, signed
 
 ALL = 2**32 - 1
-
-
-def check(cases: list[Case], expected: list[list[int]]) -> None:
-    assert len(cases) == len(expected)
-    for case, found, wanted in zip(cases, evaluate(cases), expected):
-        assert found.tolist() == wanted, case.statement
 
 
 @pytest.mark.parametrize("bits", [16, 32, 64])
@@ -215,13 +208,3 @@ def test_the_leading_bit(kind: str) -> None:
     places = [(~x % 2**bits if kind[0] == "s" and x >> (bits - 1) else x).bit_length() - 1 for x in VALUES[bits]]
     assert found[0].tolist() == [place % 2**32 for place in places]
     assert found[1].tolist() == [ALL if place < 0 else bits - 1 - place for place in places]
-
-
-@pytest.mark.parametrize(
-    "statement",
-    ["shl.u32 {d}, {0}, 1;", "shf.l.b32 {d}, {0}, {0}, 1;", "lop3.b32 {d}, {0}, {0}, {0}, 25;", "popc.u32 {d}, {0};",
-     "prmt.b32.f4e {d}, {0}, {0}, 0;", "bfi.u32 {d}, {0}, {0}, 0, 1;", "mov.b32.x {d}, {0};"],
-)  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):
-        evaluate([Case(statement, [np.zeros(1, np.uint32)])])

@@ -9,8 +9,7 @@ import operator
 import numpy as np
 import pytest
 
-from runtime.emulator.translation.lowering import UnsupportedInstruction
-from tests.runtime.emulator.arithmetic.evaluation import Case, evaluate
+from tests.runtime.emulator.arithmetic.evaluation import Case, check
 from tests.runtime.emulator.arithmetic.fractions_oracle import FLOAT32, FLOAT64
 from tests.runtime.emulator.arithmetic.test_integers import KINDS, VALUES, columns, read
 
@@ -23,12 +22,6 @@ FORMS = {
     "f64": (FLOAT64, np.uint64),
 }
 Pairs = list[tuple[int, int]]
-
-
-def check(cases: list[Case], expected: list[list[int]]) -> None:
-    assert len(cases) == len(expected)
-    for case, found, wanted in zip(cases, evaluate(cases), expected):
-        assert found.tolist() == wanted, case.statement
 
 
 def float_pairs(kind: str) -> tuple[Pairs, list[tuple[float, float]], list[np.ndarray]]:
@@ -116,14 +109,3 @@ def test_selections() -> None:
             [2**64 - 1 if t else 2**63 + 5 for t in chosen],
         ],
     )
-
-
-@pytest.mark.parametrize(
-    "statement",
-    ["setp.lt.b32 %p, {0}, {0};", "setp.lo.s32 %p, {0}, {0};", "setp.ltu.u32 %p, {0}, {0};",
-     "selp.pred %p, %p, %q, %p;", "setp.lt.nand.s32 %p, {0}, {0}, %q;",
-     "set.lt.u32.u32 {d}, {0}, {0};", "slct.s32.s32 {d}, {0}, {0}, {0};"],
-)  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):
-        evaluate([Case(statement, [np.zeros(1, np.uint32)])])

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from runtime.emulator.translation.lowering import UnsupportedInstruction
 from tests.runtime.emulator.arithmetic.evaluation import Case, evaluate
 from tests.runtime.emulator.arithmetic.fractions_oracle import (
     BFLOAT16,
@@ -272,14 +271,3 @@ def test_small_formats(name: str) -> None:
     assert brains.tolist() == (brain | brain[::-1] << 16).tolist()
     positive_half = np.where((exact & 0x8000) != 0, 0, exact)
     assert rectified.tolist() == (positive_half | positive_half[::-1] << 16).tolist()
-
-
-@pytest.mark.parametrize(
-    "statement",
-    ["cvt.s32.f32 {d}, {0};", "cvt.f32.s32 {d}, {0};", "cvt.rn.e4m3x2.f32 {d}, {0}, {0};", "cvt.f16.f32 {d}, {0};",
-     "cvt.rs.f16x2.f32 {d}, {0}, {0}, {0};", "cvt.rm.tf32.f32 {d}, {0};", "cvt.rn.f32.f32 {d}, {0};",
-     "cvt.rn.satfinite.s2f6x2.f32 {d}, {0}, {0};"],
-)  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):
-        evaluate([Case(statement, [np.zeros(1, np.uint32)])])

@@ -9,8 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from runtime.emulator.translation.lowering import UnsupportedInstruction
-from tests.runtime.emulator.arithmetic.evaluation import Case, evaluate
+from tests.runtime.emulator.arithmetic.evaluation import Case, check, evaluate
 from tests.runtime.emulator.arithmetic.fractions_oracle import FLOAT32, FLOAT64, MODES, Binary, sum_zero
 
 NAN, INF, ONE = 0x7FFFFFFF, 0x7F800000, 0x3F800000
@@ -83,12 +82,6 @@ def test_fma_rounds_once(mode: str, kind: str) -> None:
         a, b, c = (form.value(v) for v in (x, y, z))
         zero = sum_zero((x ^ y) & form.sign if a * b == 0 else 1, z, mode, form)
         assert bits == form.rounded(a * b + c, mode, zero), (hex(x), hex(y), hex(z))
-
-
-def check(cases: list[Case], expected: list[list[int]]) -> None:
-    assert len(cases) == len(expected)
-    for case, found, wanted in zip(cases, evaluate(cases), expected):
-        assert found.tolist() == wanted, case.statement
 
 
 def test_not_a_number_and_infinity() -> None:
@@ -177,13 +170,3 @@ def test_signs() -> None:
             [int(v) & 1 << 63 | int(w) & ~(1 << 63) for v, w in zip(wide, wide[::-1])],
         ],
     )
-
-
-@pytest.mark.parametrize(
-    "statement",
-    ["fma.f32 {d}, {0}, {0}, {0};", "div.f32 {d}, {0}, {0};", "add.relu.f32 {d}, {0}, {0};", "sin.f32 {d}, {0};",
-     "sqrt.rni.f32 {d}, {0};", "max.abs.f32 {d}, {0}, {0};", "tanh.approx.f32 {d}, {0};"],
-)  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):
-        evaluate([Case(statement, [np.zeros(1, np.uint32)])])

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from runtime.emulator.translation.lowering import UnsupportedInstruction
 from tests.runtime.emulator.arithmetic.evaluation import Case, evaluate
 
 KINDS = ("u16", "s16", "u32", "s32", "u64", "s64")
@@ -143,13 +142,3 @@ def test_signs() -> None:
         negative, positive = evaluate([Case(f"{n}.{kind} {{d}}, {{0}};", [given], given.dtype) for n in ("neg", "abs")])
         assert negative.tolist() == [-x % 2**bits for x in VALUES[bits]]
         assert positive.tolist() == [abs(signed(x, bits)) % 2**bits for x in VALUES[bits]]
-
-
-@pytest.mark.parametrize(
-    "statement",
-    ["add.cc.u16 %h0, %h0, %h0;", "add.what.s32 {d}, {0}, {0};", "mul.s32 {d}, {0}, {0};", "abs.u32 {d}, {0};",
-     "min.relu.u32 {d}, {0}, {0};", "frobnicate.b32 {d}, {0};", "mad.wide.cc.u32 {d}, {0}, {0}, {0};"],
-)  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):
-        evaluate([Case(statement, [np.zeros(1, np.uint32)])])

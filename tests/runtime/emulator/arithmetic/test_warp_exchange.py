@@ -8,20 +8,13 @@ import numpy as np
 import pytest
 
 from runtime.emulator.execution.fault import EmulatorFault
-from runtime.emulator.translation.lowering import UnsupportedInstruction
-from tests.runtime.emulator.arithmetic.evaluation import Case, evaluate
+from tests.runtime.emulator.arithmetic.evaluation import Case, check, evaluate
 
 ALL = 0xFFFFFFFF
 POISON = 0x7FEDBEEF
 RNG = np.random.default_rng(9)
 X = RNG.integers(0, 2**32, 64, dtype=np.uint32)
 LANE = np.arange(64) % 32
-
-
-def check(cases: list[Case], expected: list[list[int]]) -> None:
-    assert len(cases) == len(expected)
-    for case, found, wanted in zip(cases, evaluate(cases), expected):
-        assert found.tolist() == wanted, case.statement
 
 
 def shuffled(mode: str, lane: int, b: int, c: int) -> tuple[int, int]:
@@ -152,13 +145,3 @@ def test_reductions() -> None:
 def test_a_lane_outside_of_its_member_mask_is_a_fault() -> None:
     with pytest.raises(EmulatorFault, match="LANE_NOT_IN_MASK"):
         evaluate([Case("shfl.sync.bfly.b32 {d}, {0}, 1, 0x1f, 0x0000ffff;", [X])])
-
-
-@pytest.mark.parametrize(
-    "statement",
-    ["shfl.bfly.b32 {d}, {0}, 1, 0x1f, -1;", "vote.ballot.b32 {d}, %p, -1;", "redux.sync.add.b32 {d}, {0}, -1;",
-     "shfl.sync.rot.b32 {d}, {0}, 1, 0x1f, -1;", "redux.sync.min.f32 {d}, {0}, -1;"],
-)  # fmt: skip
-def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match=statement.split()[0]):
-        evaluate([Case(statement, [np.zeros(1, np.uint32)])])

@@ -195,61 +195,46 @@ def test_accumulation_over_groups() -> None:
     assert np.array_equal(twice, once)
 
 
-def caught(body: str, **options: object) -> EmulatorFault:
-    with pytest.raises(EmulatorFault) as found:
+NO_PROXY = "bar.sync 0;\n" + FENCE
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "kind", "text"),
+    [
+        # accumulators read or written before their wait, or whose group is pending or was never committed
+        ("{bare}" + COMMIT + "add.f32 %r9, %c3, %c4;\n" + WAIT, {}, FaultKind.ACCUMULATOR_IN_FLIGHT, "add.f32"),
+        ("{bare}" + COMMIT + "wgmma.wait_group.sync.aligned 1;\n", {}, FaultKind.ACCUMULATOR_IN_FLIGHT, "st.global"),
+        ("{bare}" + WAIT, {}, FaultKind.ACCUMULATOR_IN_FLIGHT, ""),
+        ("{bare}" + COMMIT + "mov.b32 %c0, 0;\n" + WAIT, {}, FaultKind.ACCUMULATOR_IN_FLIGHT, "mov.b32"),
+        ("{bare}" + COMMIT + "mov.b32 %a1, 0;\n" + WAIT, {"in_registers": True}, FaultKind.ACCUMULATOR_IN_FLIGHT, ""),
+        # missing fences
+        ("{mma}", {"fence": PROXY + "bar.sync 0;\n"}, FaultKind.MISSING_WGMMA_FENCE, ""),
+        ("mov.b32 %c5, 0;\n{mma}", {}, FaultKind.MISSING_WGMMA_FENCE, "wgmma.mma_async"),
+        ("{mma}", {"fence": NO_PROXY}, FaultKind.MISSING_PROXY_FENCE, "wgmma.mma_async"),
+        # shared memory changed before it was read, registers that nothing reads again, a tile outside of the memory
+        ("{bare}" + COMMIT + "@%p1 st.shared.u32 [%r3], 12345;\n" + WAIT, {"checks": Checks.ALL & ~Checks.RACES},
+         FaultKind.SOURCE_IN_FLIGHT, "wgmma.mma_async"),
+        ("{bare}" + COMMIT + "ret;\n", {}, FaultKind.EXIT_IN_FLIGHT, ""),
+        ("or.b64 %d5, %d5, 16376;\n{mma}", {}, FaultKind.WGMMA_DESCRIPTOR, ""),
+    ],
+)  # fmt: skip
+def test_misuse_is_named(body: str, options: dict[str, object], kind: FaultKind, text: str) -> None:
+    with pytest.raises(EmulatorFault) as caught:
         multiply("f32", "bf16", "bf16", 16, body=body, **options)
-    return found.value
+    assert caught.value.kind == kind
+    assert text in caught.value.text
 
 
-def test_an_accumulator_read_before_its_wait_is_named() -> None:
-    found = caught("{bare}" + COMMIT + "add.f32 %r9, %c3, %c4;\n" + WAIT)
-    assert found.kind == FaultKind.ACCUMULATOR_IN_FLIGHT
-    assert "add.f32" in found.text
-
-
-def test_a_wait_that_leaves_the_group_pending() -> None:
-    found = caught("{bare}" + COMMIT + "wgmma.wait_group.sync.aligned 1;\n")
-    assert found.kind == FaultKind.ACCUMULATOR_IN_FLIGHT
-    assert "st.global" in found.text
-
-
-def test_a_group_that_was_never_committed() -> None:
-    assert caught("{bare}" + WAIT).kind == FaultKind.ACCUMULATOR_IN_FLIGHT
-
-
-def test_an_accumulator_written_in_flight() -> None:
-    found = caught("{bare}" + COMMIT + "mov.b32 %c0, 0;\n" + WAIT)
-    assert found.kind == FaultKind.ACCUMULATOR_IN_FLIGHT
-    assert "mov.b32" in found.text
-
-
-def test_an_a_fragment_written_in_flight() -> None:
-    body = "{bare}" + COMMIT + "mov.b32 %a1, 0;\n" + WAIT
-    assert caught(body, in_registers=True).kind == FaultKind.ACCUMULATOR_IN_FLIGHT
-    read = "{bare}" + COMMIT + "mov.b32 %r9, %a1;\n" + WAIT  # reading one is fine
-    actual, expected = multiply("f32", "bf16", "bf16", 16, body=read, in_registers=True)
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        ("{bare}" + COMMIT + "mov.b32 %r9, %a1;\n" + WAIT, {"in_registers": True}),  # a factor may be read in flight
+        ("{mma}", {"fence": "bar.sync 0;\n" + PROXY + FENCE}),
+    ],
+)
+def test_what_is_no_misuse(body: str, options: dict[str, object]) -> None:
+    actual, expected = multiply("f32", "bf16", "bf16", 16, body=body, **options)
     assert np.array_equal(actual, expected)
-
-
-def test_a_missing_wgmma_fence() -> None:
-    assert caught("{mma}", fence=PROXY + "bar.sync 0;\n").kind == FaultKind.MISSING_WGMMA_FENCE
-    found = caught("mov.b32 %c5, 0;\n{mma}")
-    assert found.kind == FaultKind.MISSING_WGMMA_FENCE
-    assert "wgmma.mma_async" in found.text
-
-
-def test_a_missing_proxy_fence() -> None:
-    found = caught("{mma}", fence="bar.sync 0;\n" + FENCE)
-    assert found.kind == FaultKind.MISSING_PROXY_FENCE
-    assert "wgmma.mma_async" in found.text
-    actual, expected = multiply("f32", "bf16", "bf16", 16, fence="bar.sync 0;\n" + PROXY + FENCE)
-    assert np.array_equal(actual, expected)
-
-
-def test_shared_memory_changed_before_it_was_read() -> None:
-    found = caught("{bare}" + COMMIT + "@%p1 st.shared.u32 [%r3], 12345;\n" + WAIT, checks=Checks.ALL & ~Checks.RACES)
-    assert found.kind == FaultKind.SOURCE_IN_FLIGHT
-    assert "wgmma.mma_async" in found.text
 
 
 def test_operands_are_read_late() -> None:
@@ -258,14 +243,3 @@ def test_operands_are_read_late() -> None:
     actual, expected = multiply("f32", "bf16", "bf16", 16, body=body, checks=Checks(0))
     assert not np.array_equal(actual[0], expected[0])
     assert np.array_equal(actual[1:], expected[1:])
-
-
-def test_exit_without_a_wait() -> None:
-    """Registers nobody reads again."""
-    found = caught("{bare}" + COMMIT + "ret;\n")
-    assert found.kind == FaultKind.EXIT_IN_FLIGHT
-
-
-def test_a_descriptor_outside_of_shared_memory() -> None:
-    found = caught("or.b64 %d5, %d5, 16376;\n{mma}")
-    assert found.kind == FaultKind.WGMMA_DESCRIPTOR

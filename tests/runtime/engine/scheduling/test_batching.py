@@ -7,17 +7,30 @@ import pytest
 from tests.runtime.engine.scheduler_cases import add, chunks_of, make_driver, run
 
 
-def test_decodes_come_first_and_prompts_fill_what_is_left() -> None:
-    driver = make_driver()
-    add(driver, 3)
-    add(driver, 4)
+@pytest.mark.parametrize(
+    ("batching", "first", "later", "chunks"),
+    [
+        # decodes come first, and prompts fill what is left
+        ("stall-free", [3, 4], [30, 5],
+         [[(0, 3, 1), (1, 4, 1), (2, 0, 14)], [(0, 4, 1), (1, 5, 1), (2, 14, 14)],
+          [(0, 5, 1), (1, 6, 1), (2, 28, 2), (3, 0, 5)]]),
+        # decodes wait; a prompt longer than the budget goes alone
+        ("prefill-first", [3], [10, 10, 20],
+         [[(1, 0, 10)], [(2, 0, 10)], [(3, 0, 20)], [(0, 3, 1), (1, 10, 1), (2, 10, 1), (3, 20, 1)]]),
+        # whole prompts are mixed with decodes
+        ("orca", [3], [10, 10, 20],
+         [[(0, 3, 1), (1, 0, 10)], [(0, 4, 1), (1, 10, 1), (2, 0, 10)], [(3, 0, 20)],
+          [(0, 5, 1), (1, 11, 1), (2, 10, 1), (3, 20, 1)]]),
+    ],
+)  # fmt: skip
+def test_each_style(batching: str, first: list[int], later: list[int], chunks: list[list[tuple[int, ...]]]) -> None:
+    driver = make_driver(batching=batching)
+    for length in first:
+        add(driver, length)
     run(driver)
-    add(driver, 30)
-    add(driver, 5)
-    steps = run(driver, 3)
-    assert chunks_of(steps[0]) == [(0, 3, 1), (1, 4, 1), (2, 0, 14)]
-    assert chunks_of(steps[1]) == [(0, 4, 1), (1, 5, 1), (2, 14, 14)]
-    assert chunks_of(steps[2]) == [(0, 5, 1), (1, 6, 1), (2, 28, 2), (3, 0, 5)]
+    for length in later:
+        add(driver, length)
+    assert [chunks_of(step) for step in run(driver, len(chunks))] == chunks
 
 
 def test_a_burst_shares_one_step() -> None:
@@ -27,34 +40,6 @@ def test_a_burst_shares_one_step() -> None:
     (step,) = run(driver)
     assert chunks_of(step) == [(number, 0, 4) for number in range(8)]
     assert all(chunk.is_first and chunk.is_last for chunk in step.chunks)
-
-
-def test_prefill_first_lets_decodes_wait() -> None:
-    driver = make_driver(batching="prefill-first")
-    add(driver, 3)
-    run(driver)
-    add(driver, 10)
-    add(driver, 10)
-    add(driver, 20)  # longer than the budget: alone
-    steps = run(driver, 4)
-    assert chunks_of(steps[0]) == [(1, 0, 10)]
-    assert chunks_of(steps[1]) == [(2, 0, 10)]
-    assert chunks_of(steps[2]) == [(3, 0, 20)]
-    assert chunks_of(steps[3]) == [(0, 3, 1), (1, 10, 1), (2, 10, 1), (3, 20, 1)]
-
-
-def test_orca_mixes_whole_prompts_with_decodes() -> None:
-    driver = make_driver(batching="orca")
-    add(driver, 3)
-    run(driver)
-    add(driver, 10)
-    add(driver, 10)
-    add(driver, 20)
-    steps = run(driver, 4)
-    assert chunks_of(steps[0]) == [(0, 3, 1), (1, 0, 10)]
-    assert chunks_of(steps[1]) == [(0, 4, 1), (1, 10, 1), (2, 0, 10)]
-    assert chunks_of(steps[2]) == [(3, 0, 20)]
-    assert chunks_of(steps[3]) == [(0, 5, 1), (1, 11, 1), (2, 10, 1), (3, 20, 1)]
 
 
 def test_a_static_batch_ends_before_the_next_begins() -> None:
