@@ -385,10 +385,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return backend.layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
 
 
-def gelu(x: Tensor, kind: Literal["erf", "tanh", "sigmoid"], *, out: Tensor | None = None) -> Tensor:
-    """GELU by its erf, its tanh approximation, or ``x sigmoid(1.702 x)``; ``out`` may be ``x``."""
+def gelu(
+    x: Tensor, kind: Literal["erf", "tanh", "sigmoid"], *, out: Tensor | None = None, rough: bool = False
+) -> Tensor:
+    """GELU by its erf, its tanh approximation, or ``x sigmoid(1.702 x)``; ``out`` may be ``x``. ``rough``, for erf's on
+    the CPU: within 3e-5, since the product that takes it rounds more (`LinearWeight.rounds_x`)."""
     if kind not in ("erf", "tanh", "sigmoid"):
         raise fail("gelu", "kind", f"is {kind!r}, must be 'erf', 'tanh' or 'sigmoid'")
+    if rough:
+        if kind != "erf" or x.device.kind != "cpu":
+            raise fail("gelu", "rough", f"is for the kind 'erf' on the CPU, not {kind!r} on {x.device}")
+        return _activate("gelu", "gelu_erf_rough", x, out)
     return _activate("gelu", f"gelu_{kind}", x, out)
 
 

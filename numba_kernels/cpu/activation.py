@@ -1,6 +1,7 @@
 """Activations: GELU in three forms, SiLU, gated units, multipliers and soft caps, over whole vectors as LLVM IR.
 
     gelu erf      x Phi(x)                                    Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415
+    gelu rough    erf's within 3e-5 in half the time, for a product that rounds it to bfloat16 or int8
     gelu tanh     x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
     gelu sigmoid  x sigmoid(1.702 x)
     silu          x sigmoid(x)
@@ -44,6 +45,13 @@ _TAIL = (
     0.08187060058116913, 0.28439584374427795, 0.3429916203022003, 0.2532442808151245,
 )  # fmt: skip
 
+# (Phi(y) - 1/2) / y as a polynomial in y^2 - 9.68, where y <= 4.4: a minimax fit, whose error times y^2 is 2.5e-5.
+_ROUGH_FAR, _ROUGH_MIDDLE = 4.4, 9.68
+_ROUGH = (
+    3.5694315558831846e-11, -9.898833974730792e-10, 1.3360311079679832e-08, -1.8799549650339031e-07,
+    3.0523726763931336e-06, -4.419748074724339e-05, 0.0005896413931623101, -0.008121110498905182, 0.16040441393852234,
+)  # fmt: skip
+
 
 def _sigmoid(builder, x):
     one = constant_like(x, 1.0)
@@ -81,6 +89,17 @@ def _gelu_erf(builder, x):
     tail = builder.fmul(curve, builder.fmul(builder.fmul(size, u), gauss))
     positive = builder.select(builder.fcmp_ordered(">", x, zero), x, zero)
     return builder.fsub(positive, tail)
+
+
+def _gelu_erf_rough(builder, x):
+    """max(x, -c) (1/2 + y P(y^2)) with y = x between -c and c: at c the factor is 1, at -c it is 0."""
+    low = simd.larger(builder, constant_like(x, -_ROUGH_FAR), x)
+    y = _at_most(builder, low, _ROUGH_FAR)
+    v = fma(builder, y, y, constant_like(x, -_ROUGH_MIDDLE))
+    curve = constant_like(x, _ROUGH[0])
+    for coefficient in _ROUGH[1:]:
+        curve = fma(builder, curve, v, constant_like(x, coefficient))
+    return builder.fmul(low, fma(builder, curve, y, constant_like(x, 0.5)))
 
 
 def _at_most(builder, x, limit):
@@ -129,7 +148,7 @@ def _xielu(builder, x, positive, negative, beta, eps):
 
 
 _PLAIN = {
-    "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf,
+    "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf, "gelu_erf_rough": _gelu_erf_rough,
     "clamped_silu": _clamped_silu, "sigmoid": _sigmoid,
     "squared_relu": _squared_relu,
 }  # fmt: skip

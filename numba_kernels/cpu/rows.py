@@ -24,6 +24,18 @@ def for_each_vector(builder, count, piece):
         piece(builder.mul(done, ir.Constant(I64, 4)), simd.lanes_below(builder, 0, builder.sub(count, done)))
 
 
+@emitted(types.void, types.intp, types.intp, types.intp, types.float32)
+def scale_floats(builder, source, target, count, factor):
+    """``target[i] = source[i] * factor`` for ``count`` floats at these addresses."""
+    factors = simd.splat(builder, factor)
+
+    def piece(place, mask):
+        value = simd.masked_load(builder, builder.add(source, place), mask)
+        simd.masked_store(builder, builder.fmul(value, factors), builder.add(target, place), mask)
+
+    for_each_vector(builder, count, piece)
+
+
 @emitted(types.float32, types.intp, types.intp)
 def largest_of(builder, x, count):
     """The largest of ``count`` floats at the address ``x``: NaN if one is NaN or +inf, -inf if there are none."""

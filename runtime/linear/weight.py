@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 import numpy as np
 
 from numba_kernels.blocks import BLOCKS
+from numba_kernels.cpu.gemm.arranged_rows import rounds_x
 from numba_kernels.cpu.gemm.block_panels import pack_blocks
 from numba_kernels.cpu.gemm.panels import empty_panels, largest_of_rows, pack, panel_bytes
 from numba_kernels.cpu.layout import PANEL_COLUMNS
@@ -97,10 +98,12 @@ class LinearWeight:
         rounds_rows: how the checkpoint rounds x to the weight's own kind of byte: "rows" by their own largest
             magnitude, "groups" of 128 of K by theirs, or all by a "static" scale; products of many rows on a GPU may
             then. Else "".
+        rounds_x: whether every product rounds x, to bfloat16 or int8.
     """
 
     activations: DType
     is_normed = False
+    rounds_x = False
     rounds_rows: DynamicQuantisation = ""
     __slots__ = ("device", "format", "num_segments", "shape", "size_bytes")
 
@@ -132,14 +135,15 @@ class PanelWeight(LinearWeight):
 
     activations = float32
     __slots__ = (
-        "bias", "bias_address", "order", "panels", "panels_address", "scales", "scales_address", "segment_step",
-        "stored",
+        "bias", "bias_address", "order", "panels", "panels_address", "rounds_x", "scales", "scales_address",
+        "segment_step", "stored",
     )  # fmt: skip
 
     def __init__(
         self, shape: tuple[int, int], format: WeightFormat, num_segments: int = 0, order: NDArray | None = None
     ) -> None:
         self.stored = stored_class(format)
+        self.rounds_x = rounds_x(self.stored)
         self.order = order
         self.panels = empty_panels(*_panel_layout(*shape, format))
         columns = self.panels.shape[0] * PANEL_COLUMNS
@@ -175,10 +179,11 @@ class JoinedWeight(LinearWeight):
     """
 
     activations = float32
-    __slots__ = ("parts",)
+    __slots__ = ("parts", "rounds_x")
 
     def __init__(self, parts: Sequence[PanelWeight]) -> None:
         self.parts = tuple(parts)
+        self.rounds_x = all(part.rounds_x for part in parts)
         shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
         size_bytes = sum(part.size_bytes for part in parts)
         super().__init__(shape, parts[0].format, CPU, size_bytes, parts[0].num_segments)

@@ -73,6 +73,7 @@ REFUSALS = [
      "float16"),
     ("gelu", "kind", lambda: ops.gelu(_zeros(3), "exact"), "'exact'"),
     ("gelu", "x", lambda: ops.gelu(_zeros(3, dtype=np.int32), "erf"), "int32"),
+    ("gelu", "rough", lambda: ops.gelu(_zeros(3), "tanh", rough=True), "'tanh'"),
     ("silu", "out", lambda: ops.silu(_zeros(3), out=_zeros(4)), r"\(4,\)"),
     ("glu", "gate_up", lambda: ops.glu(_zeros(2, 5), "silu"), "5 columns"),
     ("qkv_prepare", "qkv", lambda: _qkv(qkv=_zeros(3, 15)), "15"),

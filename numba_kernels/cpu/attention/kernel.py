@@ -50,7 +50,8 @@ from numba_kernels.cpu.intrinsics.scalars import exp2_f32
 from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
+from numba_kernels.cpu.rows import scale_floats
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at, int64_at
 from numba_kernels.cpu.target import LANES
 
 GROUP_ROWS, WIDE_GROUP_ROWS = 64, 32  # a group has so many rows, or one token's where more heads share a KV head
@@ -133,22 +134,19 @@ def write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
     ``sinks_at`` (an address; 0 for none) holds the logits ``[share]`` that join these heads' sums."""
     maxima, sums = float32_at(total[1], tokens * share), float32_at(total[2], tokens * share)
     sinks = float32_at(sinks_at, share)
-    row = 0
-    for token in range(tokens):
-        for head in range(share):
-            taken, weight = sums[row], np.float32(1.0)
-            if sinks_at != 0:
-                sink = sinks[head] * _LOG2_E
-                largest = sink if sink > maxima[row] else maxima[row]
-                origin = np.float32(0.0) if largest == np.float32(-np.inf) else largest
-                weight = exp2_f32(maxima[row] - origin)
-                taken = taken * weight + exp2_f32(sink - origin)
-            inverse = np.float32(0.0) if taken == np.float32(0.0) else weight / taken
-            result = float32_at(target + (token * q_heads + head) * value_dim * 4, value_dim)
-            out = float32_at(total[0] + row * width * 4, value_dim)
-            for i in range(value_dim):
-                result[i] = out[i] * inverse
-            row += 1
+    for row in range(tokens * share):
+        token, head = row // share, row % share
+        taken, weight = sums[row], np.float32(1.0)
+        if sinks_at != 0:
+            sink = sinks[head] * _LOG2_E
+            largest = sink if sink > maxima[row] else maxima[row]
+            origin = np.float32(0.0) if largest == np.float32(-np.inf) else largest
+            weight = exp2_f32(maxima[row] - origin)
+            taken = taken * weight + exp2_f32(sink - origin)
+        inverse = np.float32(0.0) if taken == np.float32(0.0) else weight / taken
+        scale_floats(
+            total[0] + row * width * 4, target + (token * q_heads + head) * value_dim * 4, value_dim, inverse
+        )
 
 
 @njit(nogil=True)
@@ -324,14 +322,16 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
         next_at = values_at + _HALVES * 8  # the keys of the next chunk, or the same
         ends_at = next_at + _HALVES * 8  # one past the last key that each row sees
         firsts_at = ends_at + capacity * 8  # the first that it sees, or an earlier one
-        ends = tables[3 * _HALVES : 3 * _HALVES + capacity]
-        firsts = tables[3 * _HALVES + capacity :]
-        for token in range(tokens):
+        ends, firsts = int64_at(ends_at, rows), int64_at(firsts_at, rows)
+        until = int32_at(a.bidirectional_until + token_row * 4, tokens)
+        for row in range(rows):
+            token = row if share == 1 else row // share
             end = first_position + token + 1
-            firsts[token * share : (token + 1) * share] = end - a.window if a.window > 0 else 0
-            if a.bidirectional_until != 0:
-                end = np.int64(int32_at(a.bidirectional_until + token_row * 4, tokens)[token])
-            ends[token * share : (token + 1) * share] = end
+            firsts[row] = end - a.window if a.window > 0 else 0
+            ends[row] = end
+        if a.bidirectional_until != 0:
+            for row in range(rows):
+                ends[row] = np.int64(until[row if share == 1 else row // share])
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
         _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale * LOG2_E))
         if rounds:

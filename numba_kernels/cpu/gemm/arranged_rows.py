@@ -76,8 +76,12 @@ def operand_words(stored: Any, depth: int) -> int:
 
 def is_own_operand(stored: Any, depth: int) -> bool:
     """True if a lone row of x, as it lies in memory, is what its tile reads."""
-    is_rounded = stored is np.uint8 or are_integers(stored) or are_pairs(stored) or are_pair_rows(stored)
-    return not is_rounded and operand_words(stored, depth) == depth
+    return not rounds_x(stored) and operand_words(stored, depth) == depth
+
+
+def rounds_x(stored: Any) -> bool:
+    """True if a product rounds x to int8 or bfloat16."""
+    return stored is np.uint8 or are_integers(stored) or are_pairs(stored) or are_pair_rows(stored)
 
 
 def are_integers(stored: Any) -> bool:

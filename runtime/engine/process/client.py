@@ -283,6 +283,23 @@ class EngineClient(Protocol):
         """
         ...
 
+    def embed_now(
+        self,
+        token_ids: Sequence[int],
+        pooling: str | None = None,
+        images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None,
+        task: PoolingTask = "embed",
+        second_from: int | None = None,
+        num_unpooled: int = 0,
+    ) -> NDArray[np.float32]:
+        """The result of ``embed``; waits for it. Raises as both."""
+        future = self.embed(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
     def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
         """Read the adapter in a folder, check it against the model, and keep it in host memory. Returns at once; the
         future's numbers are the 32 bytes of its content's digest. Raises ``EngineDeadError``, as the future does, and

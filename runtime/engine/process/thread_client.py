@@ -81,6 +81,8 @@ class ThreadEngineClient(EngineClient):
         self._is_closing = False
         self._drains = False
         self._has_died = False
+        self._is_idle = False  # its thread sleeps
+        self._is_lent = False  # another thread runs the engine meanwhile
         self._thread = threading.Thread(target=self._run, name="xserv-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -201,9 +203,56 @@ class ThreadEngineClient(EngineClient):
         num_unpooled: int = 0,
     ) -> Future[NDArray[np.float32]]:
         self._origin.check()
-        embedding = self._engine.embedder.prepare(
-            token_ids, pooling, images, cache_salt, task, second_from, num_unpooled
+        return self._queue_embedding(
+            self._engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
         )
+
+    def embed_now(
+        self,
+        token_ids: Sequence[int],
+        pooling: str | None = None,
+        images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None,
+        task: PoolingTask = "embed",
+        second_from: int | None = None,
+        num_unpooled: int = 0,
+    ) -> NDArray[np.float32]:
+        """The result of ``embed``. An idle engine lends itself to this thread for one pass: to wake its own, and to be
+        woken by it, would take a tenth of a short text's time."""
+        self._origin.check()
+        engine = self._engine
+        embedding = engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
+        if not self._borrow(embedding):
+            future = self._queue_embedding(embedding)
+            try:
+                return future.result()
+            finally:
+                future.cancel()
+        try:
+            engine.embed(embedding)
+            engine.advance_embeddings()
+        finally:
+            engine.embedder.drop(embedding)  # of an interrupted pass
+            with self._condition:
+                self._is_lent = False
+                if self._commands or self._is_closing:
+                    self._condition.notify()
+        return embedding.future.result()
+
+    def _borrow(self, embedding: Embedding) -> bool:
+        """Whether this thread has got the engine, to compute the embedding in one pass."""
+        engine = self._engine
+        is_short = len(embedding.token_ids) <= engine.limits.max_num_batched_tokens and embedding.pictures is None
+        if not (is_short and engine.executor.takes_any_thread):
+            return False
+        with self._condition:
+            self._check_alive()
+            if not self._is_idle or self._is_lent or self.has_work or engine.pauses.blocks:
+                return False
+            self._is_lent = True
+        return True
+
+    def _queue_embedding(self, embedding: Embedding) -> Future[NDArray[np.float32]]:
         max_waiting = self._engine.limits.max_waiting
         with self._condition:
             self._check_alive()
@@ -338,20 +387,27 @@ class ThreadEngineClient(EngineClient):
         """Sleep while idle; False means stop."""
         with self._condition:
             was_idle = not self.has_work
-            while not (self.has_work or (self._is_closing and not self._awaits_readers)):
-                if not self._engine.wants_rest:
-                    self._condition.wait()
-                elif not self._condition.wait(REST_S):
-                    self._condition.release()
-                    try:
-                        self._engine.rest()
-                    finally:
-                        self._condition.acquire()
+            while self._is_lent or not (self.has_work or (self._is_closing and not self._awaits_readers)):
+                if self._sleep(REST_S if self._engine.wants_rest else None) or self._is_lent:
+                    continue
+                self._condition.release()
+                try:
+                    self._engine.rest()
+                finally:
+                    self._condition.acquire()
             if self._is_closing and not (self._drains and self.has_work):
                 return False
         if was_idle:
             self._await_burst()
         return True
+
+    def _sleep(self, seconds: float | None) -> bool:
+        """Waits for a notice, with the condition's lock; False if the time is over."""
+        self._is_idle = True
+        try:
+            return self._condition.wait(seconds)
+        finally:
+            self._is_idle = False
 
     @property
     def _awaits_readers(self) -> bool:

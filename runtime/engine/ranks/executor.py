@@ -63,6 +63,8 @@ class ParallelExecutor:
     next, while the others run theirs; the last stage samples and reports. So there are as many open steps as stages.
     """
 
+    takes_any_thread = False
+
     def __init__(self, local: LocalExecutor, ranks: RankGroup, depth: int = 1) -> None:
         """`depth`: see `Executor`."""
         self.local, self.ranks, self.depth = local, ranks, depth

@@ -187,6 +187,12 @@ class Embedder:
         if not embedding.future.done() and embedding.future.set_running_or_notify_cancel():
             embedding.future.set_exception(EmbeddingError(why))
 
+    def drop(self, embedding: Embedding) -> None:
+        """Forget an embedding that is not over, if it is the first."""
+        if self._waiting and self._waiting[0] is embedding:
+            self._end_first()
+            self._pass = None
+
     def _end_first(self) -> None:
         embedding = self._waiting.popleft()
         if embedding.pictures is not None and self.on_end is not None:
@@ -271,4 +277,5 @@ class Embedder:
 
 
 def _on_host(hidden: Tensor) -> NDArray[np.float32]:
-    return hidden.to("cpu", float32).array
+    is_there = hidden.device.kind == "cpu" and hidden.dtype == float32
+    return hidden.array if is_there else hidden.to("cpu", float32).array

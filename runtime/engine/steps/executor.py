@@ -203,9 +203,10 @@ class Executor(Protocol):
     """Runs steps over rows, KV pages and host pages of its own. Belongs to the engine's loop; results are read in the
     order of the steps.
 
-    depth       steps that may be open (started, and their results not read), each with its own sequences
-    overlaps    whether ``start`` returns while the step runs, so that the next one should be planned meanwhile
-    num_groups  KV cache groups
+    depth             steps that may be open (started, and their results not read), each with its own sequences
+    overlaps          whether ``start`` returns while the step runs, so that the next one should be planned meanwhile
+    num_groups        KV cache groups
+    takes_any_thread  whether another thread may run a pass while no step is open: not with a GPU or other ranks
     """
 
     @property
@@ -216,6 +217,9 @@ class Executor(Protocol):
 
     @property
     def num_groups(self) -> int: ...
+
+    @property
+    def takes_any_thread(self) -> bool: ...
 
     def start(
         self, step: StepInput, masks: DrawMasks | None = None,

@@ -110,6 +110,7 @@ class LocalExecutor:
             processing=processing,
         )  # fmt: skip
         is_cpu = model.device.kind == "cpu"
+        self.takes_any_thread = is_cpu and communicator is None
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
         self._worker: ThreadPoolExecutor | None = None
         if self.overlaps and is_cpu:

@@ -81,6 +81,17 @@ def test_extremes(name):
     assert np.isnan(out[5])
 
 
+def test_rough_gelu():
+    x = np.concatenate([np.linspace(-40, 40, 80001), np.geomspace(1e-30, 1, 500), -np.geomspace(1e-30, 1, 500)])
+    x = x.astype(np.float32)
+    error = np.abs(ops.gelu(tensor(x), "erf", rough=True).numpy() - dense.gelu(x, "erf"))
+    assert (error <= 3e-5 * np.maximum(1, x / 4)).all()
+    assert (error <= 3e-5 * np.abs(x)).all()
+    extremes = np.array([0.0, -0.0, 1e4, -1e4, np.inf, -np.inf, np.nan], np.float32)
+    out = ops.gelu(tensor(extremes), "erf", rough=True).numpy()
+    np.testing.assert_allclose(out, [0, 0, 1e4, 0, np.inf, 0, np.nan], rtol=1e-5, atol=3e-5)
+
+
 def test_known_values():
     one = tensor(np.array([1.0, -1.0], np.float32))
     np.testing.assert_allclose(ops.gelu(one, "erf").numpy(), [0.8413447460685429, -0.15865525393145705], rtol=1e-6)

@@ -15,7 +15,7 @@ from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.steps.embedder import EmbeddingError
 from tests.runtime.engine.fakes import FakeModel, each_loop, greedy, make_engine, prefix_hashes, request
 from tests.runtime.engine.process.test_client import Gate, Sink
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 __all__ = ["each_loop"]
 
@@ -165,3 +165,104 @@ def test_a_drained_engine_has_computed_them(model: FakeModel) -> None:
     futures = [client.embed(prompt_of(128)) for _ in range(3)]
     client.close(drain=True)
     assert all(future.result(0).shape == (1,) for future in futures)
+
+
+def expected_last(prompt: list[int]) -> list[float]:
+    return [prefix_hashes(np.array(prompt))[-1]]
+
+
+def test_an_idle_engine_computes_one_on_the_callers_thread(client: ThreadEngineClient, model: FakeModel) -> None:
+    threads: list[str] = []
+    model.before_forward = lambda batch: threads.append(threading.current_thread().name)
+    mine = threading.current_thread().name
+    wait_until(lambda: client._is_idle)
+    for length in (1, BUDGET, BUDGET + 1):
+        assert client.embed_now(prompt_of(length)).tolist() == expected_last(prompt_of(length))
+        wait_until(lambda: client._is_idle)
+    assert threads == [mine, mine, "xserv-engine", "xserv-engine"]  # two passes: others come between them
+    sink = Sink()
+    client.submit(request("x", [1], max_tokens=50), sink)
+    assert client.embed_now([3]).tolist() == expected_last([3])
+    assert sink.wait().token_ids() == greedy([1], 50)
+    assert client.embed([4]).result(TIMEOUT_S).tolist() == expected_last([4])
+
+
+def test_what_comes_meanwhile_is_computed_afterwards(client: ThreadEngineClient, model: FakeModel) -> None:
+    wait_until(lambda: client._is_idle)
+    gate, found = Gate(model), []
+    borrowing = threading.Thread(target=lambda: found.append(client.embed_now([1, 2])))
+    borrowing.start()
+    assert gate.entered.wait(TIMEOUT_S)
+    sink, other, logits = Sink(), client.embed([3]), client.start_logits([1, 2])
+    client.submit(request("x", [1, 2], max_tokens=5), sink)
+    assert not other.done()
+    gate.opened.set()
+    borrowing.join(TIMEOUT_S)
+    assert found[0].tolist() == expected_last([1, 2])
+    assert other.result(TIMEOUT_S).tolist() == expected_last([3])
+    assert logits.result(TIMEOUT_S).shape[0] == 2
+    assert sink.wait().token_ids() == greedy([1, 2], 5)
+
+
+def test_an_interrupted_pass_leaves_the_engine_as_it_was(client: ThreadEngineClient, model: FakeModel) -> None:
+    def interrupt(batch: Batch) -> None:
+        raise KeyboardInterrupt
+
+    wait_until(lambda: client._is_idle)
+    model.before_forward = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        client.embed_now([1, 2])
+    model.before_forward = lambda batch: None
+    assert not client.has_work
+    for _ in range(3):
+        assert client.embed_now([1, 2]).tolist() == expected_last([1, 2])
+        assert client.embed([2, 1]).result(TIMEOUT_S).tolist() == expected_last([2, 1])
+    model.nan_after = 4
+    with pytest.raises(EmbeddingError, match="finite"):
+        client.embed_now([1, 4])
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_closing_waits_for_the_borrowed_pass(model: FakeModel, drain: bool) -> None:
+    client = ThreadEngineClient(make_engine(model=model))
+    wait_until(lambda: client._is_idle)
+    gate, found = Gate(model), []
+    borrowing = threading.Thread(target=lambda: found.append(client.embed_now([1, 2])))
+    borrowing.start()
+    assert gate.entered.wait(TIMEOUT_S)
+    closing = threading.Thread(target=client.close, args=(drain,))
+    closing.start()
+    wait_until(lambda: client.state == "closing")
+    with pytest.raises(EngineDeadError):
+        client.embed_now([1])
+    assert closing.is_alive()
+    gate.opened.set()
+    borrowing.join(TIMEOUT_S)
+    closing.join(TIMEOUT_S)
+    assert found[0].tolist() == expected_last([1, 2])
+    assert not client._thread.is_alive()
+
+
+def test_many_threads_borrow_submit_and_wait_at_once(model: FakeModel) -> None:
+    client = ThreadEngineClient(make_engine(model=model))
+    wrong: list[object] = []
+
+    def ask(number: int) -> None:
+        for turn in range(60):
+            prompt = prompt_of(1 + (turn * 7 + number) % 40, number)
+            if (turn + number) % 5 == 0:
+                sink = Sink()
+                client.submit(request(f"{number}-{turn}", prompt[:20], max_tokens=3), sink)
+                if sink.wait().token_ids() != greedy(prompt[:20], 3):
+                    wrong.append((number, turn))
+            elif client.embed_now(prompt).tolist() != expected_last(prompt):
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    assert not wrong
+    client.close()
