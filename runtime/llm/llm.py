@@ -346,19 +346,9 @@ class LLM(LoadedModel):
         self, asked: Sequence[AskedPooling], pooling: str | None, task: PoolingTask, use_tqdm: bool
     ) -> list[NDArray[np.float32]]:  # fmt: skip
         """The engine's result of each, in their order."""
-
-        def asking(method: Callable[..., T], each: AskedPooling) -> Callable[[], T]:
-            return partial(
-                method, each.token_ids, pooling, each.images, each.salt, task, each.second_from, each.num_unpooled
-            )
-
-        if len(asked) == 1:
-            with progress("Prompts", 1, use_tqdm) as advance:
-                found = [_when_there_is_room(asking(self.client.embed_now, asked[0]))]
-                advance()
-            return found
         waiting: list[Future[NDArray[np.float32]]] = []
-        found = []
+        found: list[NDArray[np.float32]] = []
+        embed = self.client.embed_here if len(asked) == 1 else self.client.embed
         try:
             with progress("Prompts", len(asked), use_tqdm) as advance:
 
@@ -367,7 +357,10 @@ class LLM(LoadedModel):
                     advance()
 
                 for each in asked:
-                    start = asking(self.client.embed, each)
+                    start = partial(
+                        embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from,
+                        each.num_unpooled,
+                    )  # fmt: skip
                     while (future := _if_there_is_room(start)) is None:
                         if len(found) < len(waiting):
                             take_next()

@@ -283,7 +283,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def embed_now(
+    def embed_here(
         self,
         token_ids: Sequence[int],
         pooling: str | None = None,
@@ -292,13 +292,11 @@ class EngineClient(Protocol):
         task: PoolingTask = "embed",
         second_from: int | None = None,
         num_unpooled: int = 0,
-    ) -> NDArray[np.float32]:
-        """The result of ``embed``; waits for it. Raises as both."""
-        future = self.embed(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
+    ) -> Future[NDArray[np.float32]]:
+        """``embed`` for a caller that has nothing else to do: an idle engine in this process lends itself to the
+        caller's thread for one pass, and the future is done. To wake the engine's thread, and to be woken by it, would
+        take a tenth of a short text's time."""
+        return self.embed(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
 
     def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
         """Read the adapter in a folder, check it against the model, and keep it in host memory. Returns at once; the

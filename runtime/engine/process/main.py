@@ -78,6 +78,8 @@ logger = logging.getLogger("xserv.engine")
 PULSE_IDLE_S = 1.0
 PULSE_BUSY_S = 0.1
 """Seconds between two pulses."""
+MOST_TOKENS_HERE = 128
+"""Of a prompt to embed that the reader's thread computes: meanwhile it reads nothing."""
 
 EXIT_CLOSED = 0
 EXIT_START_FAILED = 1
@@ -248,15 +250,16 @@ class ProcessServer:
     def _listen(self) -> NoReturn:
         try:
             while messages := self._reader.read():
-                for message in messages:
-                    self._obey(self._decoder.decode(message))
+                for number, message in enumerate(messages, 1):
+                    self._obey(self._decoder.decode(message), is_last=number == len(messages))
         except OSError:
             pass
         except BaseException:
             logger.exception("the engine's process cannot go on")
         _exit(EXIT_SERVER_GONE)
 
-    def _obey(self, message: ToEngine) -> None:
+    def _obey(self, message: ToEngine, *, is_last: bool) -> None:
+        """``is_last``: of the messages that are there."""
         client = self._client
         if client is None:
             raise WireError(f"{type(message).__name__} came before the engine was started")
@@ -274,7 +277,7 @@ class ProcessServer:
             case Pause(request_id, is_paused):
                 (client.pause if is_paused else client.resume)(request_id)
             case Call(call_id, name, arguments, images):
-                self._call(client, call_id, name, arguments, images)
+                self._call(client, call_id, name, arguments, images, is_last=is_last)
             case Order(call_id, command):
                 self._answer_when_done(call_id, partial(client.order, command))
             case CancelCall(call_id):
@@ -301,11 +304,16 @@ class ProcessServer:
         self._outputs.append(output)
 
     def _call(
-        self, client: RunningClient, call_id: int, name: str, arguments: list[Any], images: tuple[ImageItem, ...]
-    ) -> None:
+        self, client: RunningClient, call_id: int, name: str, arguments: list[Any], images: tuple[ImageItem, ...], *,
+        is_last: bool,
+    ) -> None:  # fmt: skip
+        def embed(token_ids: list[int], pooling: str | None, salt: str | None, *task: Any) -> Future[Any]:
+            is_lone = is_last and len(token_ids) <= MOST_TOKENS_HERE
+            return (client.embed_here if is_lone else client.embed)(token_ids, pooling, images, salt, *task)
+
         computations: dict[str, Callable[..., Future[Any]]] = {
             "logits": client.start_logits,
-            "embed": lambda token_ids, pooling, salt, *task: client.embed(token_ids, pooling, images, salt, *task),
+            "embed": embed,
             "load_adapter": client.load_adapter,
             "reset_prefix_cache": client.reset_prefix_cache,
         }

@@ -207,7 +207,7 @@ class ThreadEngineClient(EngineClient):
             self._engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
         )
 
-    def embed_now(
+    def embed_here(
         self,
         token_ids: Sequence[int],
         pooling: str | None = None,
@@ -216,18 +216,12 @@ class ThreadEngineClient(EngineClient):
         task: PoolingTask = "embed",
         second_from: int | None = None,
         num_unpooled: int = 0,
-    ) -> NDArray[np.float32]:
-        """The result of ``embed``. An idle engine lends itself to this thread for one pass: to wake its own, and to be
-        woken by it, would take a tenth of a short text's time."""
+    ) -> Future[NDArray[np.float32]]:
         self._origin.check()
         engine = self._engine
         embedding = engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
         if not self._borrow(embedding):
-            future = self._queue_embedding(embedding)
-            try:
-                return future.result()
-            finally:
-                future.cancel()
+            return self._queue_embedding(embedding)
         try:
             engine.embed(embedding)
             engine.advance_embeddings()
@@ -237,7 +231,7 @@ class ThreadEngineClient(EngineClient):
                 self._is_lent = False
                 if self._commands or self._is_closing:
                     self._condition.notify()
-        return embedding.future.result()
+        return embedding.future
 
     def _borrow(self, embedding: Embedding) -> bool:
         """Whether this thread has got the engine, to compute the embedding in one pass."""

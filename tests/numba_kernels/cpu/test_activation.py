@@ -86,7 +86,7 @@ def test_rough_gelu():
     x = x.astype(np.float32)
     error = np.abs(ops.gelu(tensor(x), "erf", rough=True).numpy() - dense.gelu(x, "erf"))
     assert (error <= 3e-5 * np.maximum(1, x / 4)).all()
-    assert (error <= 3e-5 * np.abs(x)).all()
+    assert (error <= 6e-5 * np.abs(x)).all()
     extremes = np.array([0.0, -0.0, 1e4, -1e4, np.inf, -np.inf, np.nan], np.float32)
     out = ops.gelu(tensor(extremes), "erf", rough=True).numpy()
     np.testing.assert_allclose(out, [0, 0, 1e4, 0, np.inf, 0, np.nan], rtol=1e-5, atol=3e-5)

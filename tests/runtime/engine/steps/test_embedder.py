@@ -177,12 +177,12 @@ def test_an_idle_engine_computes_one_on_the_callers_thread(client: ThreadEngineC
     mine = threading.current_thread().name
     wait_until(lambda: client._is_idle)
     for length in (1, BUDGET, BUDGET + 1):
-        assert client.embed_now(prompt_of(length)).tolist() == expected_last(prompt_of(length))
+        assert client.embed_here(prompt_of(length)).result(TIMEOUT_S).tolist() == expected_last(prompt_of(length))
         wait_until(lambda: client._is_idle)
     assert threads == [mine, mine, "xserv-engine", "xserv-engine"]  # two passes: others come between them
     sink = Sink()
     client.submit(request("x", [1], max_tokens=50), sink)
-    assert client.embed_now([3]).tolist() == expected_last([3])
+    assert client.embed_here([3]).result(TIMEOUT_S).tolist() == expected_last([3])
     assert sink.wait().token_ids() == greedy([1], 50)
     assert client.embed([4]).result(TIMEOUT_S).tolist() == expected_last([4])
 
@@ -190,7 +190,7 @@ def test_an_idle_engine_computes_one_on_the_callers_thread(client: ThreadEngineC
 def test_what_comes_meanwhile_is_computed_afterwards(client: ThreadEngineClient, model: FakeModel) -> None:
     wait_until(lambda: client._is_idle)
     gate, found = Gate(model), []
-    borrowing = threading.Thread(target=lambda: found.append(client.embed_now([1, 2])))
+    borrowing = threading.Thread(target=lambda: found.append(client.embed_here([1, 2]).result(TIMEOUT_S)))
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
     sink, other, logits = Sink(), client.embed([3]), client.start_logits([1, 2])
@@ -211,15 +211,15 @@ def test_an_interrupted_pass_leaves_the_engine_as_it_was(client: ThreadEngineCli
     wait_until(lambda: client._is_idle)
     model.before_forward = interrupt
     with pytest.raises(KeyboardInterrupt):
-        client.embed_now([1, 2])
+        client.embed_here([1, 2])
     model.before_forward = lambda batch: None
     assert not client.has_work
     for _ in range(3):
-        assert client.embed_now([1, 2]).tolist() == expected_last([1, 2])
+        assert client.embed_here([1, 2]).result(TIMEOUT_S).tolist() == expected_last([1, 2])
         assert client.embed([2, 1]).result(TIMEOUT_S).tolist() == expected_last([2, 1])
     model.nan_after = 4
     with pytest.raises(EmbeddingError, match="finite"):
-        client.embed_now([1, 4])
+        client.embed_here([1, 4]).result(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("drain", [False, True])
@@ -227,14 +227,14 @@ def test_closing_waits_for_the_borrowed_pass(model: FakeModel, drain: bool) -> N
     client = ThreadEngineClient(make_engine(model=model))
     wait_until(lambda: client._is_idle)
     gate, found = Gate(model), []
-    borrowing = threading.Thread(target=lambda: found.append(client.embed_now([1, 2])))
+    borrowing = threading.Thread(target=lambda: found.append(client.embed_here([1, 2]).result(TIMEOUT_S)))
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
     closing = threading.Thread(target=client.close, args=(drain,))
     closing.start()
     wait_until(lambda: client.state == "closing")
     with pytest.raises(EngineDeadError):
-        client.embed_now([1])
+        client.embed_here([1])
     assert closing.is_alive()
     gate.opened.set()
     borrowing.join(TIMEOUT_S)
@@ -255,7 +255,7 @@ def test_many_threads_borrow_submit_and_wait_at_once(model: FakeModel) -> None:
                 client.submit(request(f"{number}-{turn}", prompt[:20], max_tokens=3), sink)
                 if sink.wait().token_ids() != greedy(prompt[:20], 3):
                     wrong.append((number, turn))
-            elif client.embed_now(prompt).tolist() != expected_last(prompt):
+            elif client.embed_here(prompt).result(TIMEOUT_S).tolist() != expected_last(prompt):
                 wrong.append((number, turn))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
