@@ -148,8 +148,8 @@ def _xielu(builder, x, positive, negative, beta, eps):
 
 
 _PLAIN = {
-    "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf, "gelu_erf_rough": _gelu_erf_rough,
-    "clamped_silu": _clamped_silu, "sigmoid": _sigmoid,
+    "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf,
+    "gelu_erf_rough": _gelu_erf_rough, "clamped_silu": _clamped_silu, "sigmoid": _sigmoid,
     "squared_relu": _squared_relu,
 }  # fmt: skip
 _SHAPED = {"clamp": _clamp, "xielu": _xielu}  # with numbers of their own

@@ -144,9 +144,7 @@ def write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
             weight = exp2_f32(maxima[row] - origin)
             taken = taken * weight + exp2_f32(sink - origin)
         inverse = np.float32(0.0) if taken == np.float32(0.0) else weight / taken
-        scale_floats(
-            total[0] + row * width * 4, target + (token * q_heads + head) * value_dim * 4, value_dim, inverse
-        )
+        scale_floats(total[0] + row * width * 4, target + (token * q_heads + head) * value_dim * 4, value_dim, inverse)
 
 
 @njit(nogil=True)

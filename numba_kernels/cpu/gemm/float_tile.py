@@ -225,11 +225,17 @@ class _Tile:
                     simd.store(builder, builder.load(sums.registers[rv]), partials[rv])
 
     def _fetch_results(self, builder):
-        """Prefetches the lines of results, which lie in as many places as there are rows."""
-        for r in range(self.sums.height):
-            row = builder.add(self.out, builder.mul(self.out_stride, ir.Constant(I64, r)))
-            for v in range(self.sums.vectors):
-                simd.prefetch_to_write(builder, simd.offset(builder, row, v * LANES * 4))
+        """Prefetches the lines of results and residuals, which lie in as many places as there are rows."""
+
+        def fetch(base, stride):
+            for r in range(self.sums.height):
+                row = builder.add(base, builder.mul(stride, ir.Constant(I64, r)))
+                for v in range(self.sums.vectors):
+                    simd.prefetch_to_write(builder, simd.offset(builder, row, v * LANES * 4))
+
+        fetch(self.out, self.out_stride)
+        with builder.if_then(builder.icmp_signed("!=", self.residual, ir.Constant(I64, 0))):
+            fetch(self.residual, self.residual_stride)
 
     def weight_places(self, builder, word):
         """Addresses of a word's vectors in all panels; prefetches."""
