@@ -83,8 +83,11 @@ TEXTS = (
     Texts("equal-64", "64 texts of 64", (64,) * 64, {"float32": 1.1, "bfloat16": 1.5, "int8": 3.0}),
     Texts("mixed-64", "64 texts of 16 to 512", _mixed(64), {"float32": 1.5, "bfloat16": 1.5, "int8": 3.0}),
     Texts("mixed-16", "16 texts of 16 to 512", _mixed(16), {"float32": 1.5, "bfloat16": 1.5, "int8": 3.0}),
+    Texts("equal-8", "8 texts of 64", (64,) * 8, {"float32": 1.1, "bfloat16": 1.5, "int8": 3.0}),
+    Texts("mixed-4", "4 texts of 16 to 512", _mixed(4), {"float32": 1.5, "bfloat16": 1.5, "int8": 3.0}),
 )
-ON_REQUEST = ("mixed-16",)
+ON_REQUEST = ("mixed-16", "equal-8", "mixed-4")
+"""Fewer texts, for large models on busy machines."""
 LEAST_SHARE = 0.65
 """The least share of the compute limit, for texts with a goal."""
 MOST_TIMES_LIMIT = 1.5

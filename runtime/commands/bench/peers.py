@@ -120,7 +120,8 @@ def encoders(
     models: Annotated[str | None, typer.Option(help="minilm-l6,bge-m3; default: both.")] = None,
     dtypes: Annotated[str | None, typer.Option(help="Weights: float32,bfloat16,int8; default: all.")] = None,
     texts: Annotated[
-        str | None, typer.Option(help="one-20,equal-64,mixed-64, which all run by default, and mixed-16.")
+        str | None,
+        typer.Option(help="one-20,equal-64,mixed-64, which all run by default, and mixed-16,equal-8,mixed-4."),
     ] = None,
     peers: PeersOption = None,
     peer_python: PeerPythonOption = None,
