@@ -8,11 +8,13 @@ have their own pages, apart from the scheduler's.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +83,7 @@ class Embedding:
     def absorb(self, hidden: NDArray[np.float32], count: int) -> None:
         """Take the hidden states ``[count, hidden_size]`` of its next tokens into ``totals``, or the one of them that
         the pooling reads."""
-        first, rows = self.num_computed, hidden.astype(np.float64)
+        first, rows = self.num_computed, hidden
         self.num_computed = first + count
         if (left_out := self.num_unpooled - first) > 0:
             first, rows = self.num_unpooled, rows[left_out:]
@@ -90,15 +92,18 @@ class Embedding:
         for pooling in poolings_of(self.pooling):
             before = self.totals.get(pooling)
             if pooling == "cls":
-                found = rows[0] if before is None else before
+                found = rows[0].astype(np.float64) if before is None else before
             elif pooling == "last":
-                found = rows[-1]
+                found = rows[-1].astype(np.float64)
             elif pooling == "max":
-                found = rows.max(axis=0) if before is None else np.maximum(before, rows.max(axis=0))
+                found = rows.max(axis=0).astype(np.float64)
+                if before is not None:
+                    found = np.maximum(before, found)
             else:
-                is_weighted = pooling == "weighted_mean"
-                summed = rows * np.arange(first + 1, first + 1 + len(rows))[:, None] if is_weighted else rows
-                found = np.add.reduce(summed, axis=0)
+                summed: NDArray[Any] = rows
+                if pooling == "weighted_mean":
+                    summed = rows * np.arange(first + 1, first + 1 + len(rows), dtype=np.float64)[:, None]
+                found = np.add.reduce(summed, axis=0, dtype=np.float64)
                 if before is not None:
                     found = found + before
             self.totals[pooling] = found
@@ -110,7 +115,7 @@ class Embedding:
         count, weights = last - left_out, (last * (last + 1) - left_out * (left_out + 1)) / 2
         divisor = {"mean": count, "weighted_mean": weights, "mean_sqrt_len": count**0.5}
         rows = [total / divisor.get(pooling, 1) for pooling, total in self.totals.items()]
-        return np.asarray(np.concatenate(rows), np.float32)
+        return np.asarray(rows[0] if len(rows) == 1 else np.concatenate(rows), np.float32)
 
     @property
     def request_id(self) -> str:
@@ -249,18 +254,17 @@ class Embedder:
             self._pass = self._executor.pooling_pass([len(embedding.token_ids) for embedding in chosen])
         types = [embedding.types for embedding in chosen]
         hidden = self._pass.run(ids, starts, pictures, types)  # [num_tokens, hidden_size]
-        counts = np.array([len(each) for each in ids])
-        ends = np.cumsum(counts)
-        firsts = ends - counts
+        ends = list(itertools.accumulate(map(len, ids)))
+        firsts = [0, *ends[:-1]]
         if all(
             each.pooling in ("cls", "last") and not each.num_unpooled for each in chosen
         ):  # one row of each chunk is read
             wanted = [first if each.pooling == "cls" else end - 1 for each, first, end in zip(chosen, firsts, ends)]
             hidden = ops.gather_rows(hidden, Tensor.from_numpy(np.array(wanted, np.int32)).to(hidden.device))
-            firsts, ends = np.arange(len(chosen)), np.arange(1, len(chosen) + 1)
+            firsts, ends = list(range(len(chosen))), list(range(1, len(chosen) + 1))
         rows = _on_host(hidden)
-        for embedding, first, end, count in zip(chosen, firsts.tolist(), ends.tolist(), counts.tolist()):
-            embedding.absorb(rows[first:end], count)
+        for embedding, first, end, new_ids in zip(chosen, firsts, ends, ids):
+            embedding.absorb(rows[first:end], len(new_ids))
         # A caller waits for the first of its futures: set last, it wakes the caller once, and finds all.
         for embedding in reversed(chosen):
             if not embedding.num_left:
