@@ -79,7 +79,7 @@ PULSE_IDLE_S = 1.0
 PULSE_BUSY_S = 0.1
 """Seconds between two pulses."""
 MOST_TOKENS_HERE = 128
-"""Of a prompt to embed that the reader's thread computes: meanwhile it reads nothing."""
+"""The longest prompt to embed that the reader's thread computes: meanwhile it reads nothing."""
 
 EXIT_CLOSED = 0
 EXIT_START_FAILED = 1
