@@ -176,6 +176,25 @@ def test_nomic_bert_as_it_is_published(tmp_path: Path) -> None:
     np.testing.assert_array_equal(passes_of(load_model(folder))([IDS]), ours)
 
 
+_HEADS_OF_PRETRAINING = {
+    "BertForMaskedLM": ("bert", ["cls.predictions.bias", "cls.predictions.transform.dense.weight"]),
+    "BertForPreTraining": ("bert", ["bert.pooler.dense.weight", "cls.predictions.bias", "cls.seq_relationship.weight"]),
+    "ElectraForMaskedLM": ("electra", ["generator_lm_head.bias", "generator_predictions.dense.weight"]),
+    "ElectraForPreTraining": ("electra", ["discriminator_predictions.dense_prediction.weight"]),
+}
+"""Architectures, and tensors of theirs by transformers 5.24's names."""
+
+
+@pytest.mark.parametrize("architecture", _HEADS_OF_PRETRAINING)
+def test_heads_of_pretraining_are_not_read(tmp_path: Path, architecture: str) -> None:
+    case, heads = _HEADS_OF_PRETRAINING[architecture]
+    folder = write_encoder(tmp_path, case)
+    (folder / "config.json").write_text(json.dumps({**CASES[case], "architectures": [architecture]}))
+    tensors = {f"{case}.{name}": array for name, array in tensors_of(shapes_of()[case]).items()}
+    write_safetensors(folder / "model.safetensors", tensors | {name: np.ones((3, 3), np.float32) for name in heads})
+    assert relative_error(passes_of(load_model(folder))([IDS]), expected(case)) <= 1e-5
+
+
 def test_gemma_3_sees_both_ways_only_if_its_config_says_so(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, "embedding_gemma")
     assert load_model(folder).config.architecture == "Gemma3TextModel"

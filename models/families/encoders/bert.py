@@ -252,8 +252,10 @@ ARCHITECTURES = tuple(
     for name, model_type, label_head, eps, model_class in (
         ("BertModel", "bert", "", 1e-12, BertModel),
         ("BertForMaskedLM", "bert", "", 1e-12, BertModel),
+        ("BertForPreTraining", "bert", "", 1e-12, BertModel),
         ("BertForSequenceClassification", "bert", "pooler", 1e-12, BertModel),
         ("ElectraModel", "electra", "", 1e-12, ElectraModel),
+        ("ElectraForMaskedLM", "electra", "", 1e-12, ElectraModel),
         ("ElectraForPreTraining", "electra", "", 1e-12, ElectraModel),
         ("ElectraForSequenceClassification", "electra", "electra", 1e-12, ElectraModel),
         ("XLMRobertaModel", "xlm-roberta", "", 1e-5, XlmRobertaModel),
