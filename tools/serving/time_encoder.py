@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import argparse
 import base64
-import http.client
 import json
 import os
 import random
 import resource
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +36,7 @@ from runtime.bench.environment import finished
 from runtime.bench.memory import descendants, resident_bytes
 from runtime.bench.peers.encoders import SHAPES
 from runtime.llm.llm import LLM
-from runtime.own_packages import python_module
+from tools.serving.served import Served, above_the_server, processor_s, threads_s
 
 SHAPE = SHAPES["minilm-l6"]
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -95,77 +92,9 @@ def write_model(folder: Path) -> list[str]:
     return list(words)
 
 
-def processor_s(pids: Sequence[int]) -> list[float]:
-    """Processor time of each process so far, to a hundredth of a second."""
-    lines = [Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13] for pid in pids]
-    return [sum(map(int, each)) / os.sysconf("SC_CLK_TCK") for each in lines]
-
-
-class Served:
-    """A server on a free port, and one connection to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.begun_s = time.perf_counter()
-        command = [sys.executable, "-P", *python_module("runtime.cli"), "serve", str(folder), "--port", "0"]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
-        )
-        assert self.process.stdout is not None
-        self.wire: socket.socket | None = None
-        line = self.process.stdout.readline()
-        assert "http://" in line, f"the server said {line!r}"
-        self.connection = http.client.HTTPConnection(line.partition("http://")[2].partition("/")[0])
-
-    def ask(self, method: str, path: str, body: str | None = None) -> bytes:
-        """The body of an answer, which has to be a 200."""
-        self.connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
-        answer = self.connection.getresponse()
-        content = answer.read()
-        assert answer.status == 200, content
-        return content
-
-    def embed(self, body: str) -> bytes:
-        """The vector's bytes."""
-        return base64.b64decode(json.loads(self.ask("POST", "/v1/embeddings", body))["data"][0]["embedding"])
-
-    def exchange(self, request: bytes) -> None:
-        """Sends a request as it is, over a connection of its own, and waits for the last byte of its answer."""
-        if self.wire is None:
-            self.wire = socket.create_connection((self.connection.host, self.connection.port))
-        self.wire.sendall(request)
-        answer = self.wire.recv(1 << 16)
-        while b"\r\n\r\n" not in answer:
-            answer += self.wire.recv(1 << 16)
-        head, _, content = answer.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 "), answer
-        left = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]) - len(content)
-        while left:
-            left -= len(self.wire.recv(left))
-
-    def __enter__(self) -> Served:
-        return self
-
-    def __exit__(self, *of_error: object) -> None:
-        self.connection.close()
-        if self.wire is not None:
-            self.wire.close()
-        self.process.terminate()
-        self.process.wait()
-
-
-@contextmanager
-def above_the_server() -> Iterator[None]:
-    """Raises a real-time priority by one, as if this process had a processor beside the server's, whose threads spin
-    after a pass."""
-    policy, given = os.sched_getscheduler(0), os.sched_getparam(0)
-    if policy not in (os.SCHED_FIFO, os.SCHED_RR):
-        yield
-        return
-    os.sched_setscheduler(0, policy, os.sched_param(given.sched_priority + 1))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, policy, given)
+def embed(served: Served, body: str) -> bytes:
+    """The vector's bytes."""
+    return base64.b64decode(json.loads(served.ask("POST", "/v1/embeddings", body))["data"][0]["embedding"])
 
 
 def start_of_server(folder: Path, body: str) -> tuple[float, float, float]:
@@ -173,7 +102,7 @@ def start_of_server(folder: Path, body: str) -> tuple[float, float, float]:
     with Served(folder) as served:
         served.ask("GET", "/health")
         healthy_s = time.perf_counter() - served.begun_s
-        served.embed(body)
+        embed(served, body)
         return healthy_s, time.perf_counter() - served.begun_s, sum(processor_s(descendants(served.process.pid)))
 
 
@@ -198,35 +127,31 @@ def timed_requests(folder: Path, text: str, body: str, number: int) -> dict[str,
         host, port = served.connection.host, served.connection.port
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        assert served.embed(body) == np.asarray(llm.embed([text])[0].outputs.embedding, np.float32).tobytes(), (
+        assert embed(served, body) == np.asarray(llm.embed([text])[0].outputs.embedding, np.float32).tobytes(), (
             "the vectors differ"
         )
 
-        def threads_s() -> float:
-            files = (file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
-            return sum(int(file.read_text(encoding="utf-8").split()[0]) for file in files) / 1e9
-
         sides: dict[str, tuple[Callable[[], object], Callable[[], float]]] = {
-            "wire": (lambda: served.exchange(request), threads_s),
-            "http": (lambda: served.embed(body), threads_s),
+            "wire": (lambda: served.exchange(request), lambda: threads_s(pids)),
+            "http": (lambda: embed(served, body), lambda: threads_s(pids)),
             "direct": (lambda: llm.embed([text]), time.process_time),
         }
         clock: dict[str, list[float]] = {name: [] for name in sides}
         used: dict[str, float] = {}
         with above_the_server():
             for _ in range(number):
-                for name, (embed, _) in sides.items():
+                for name, (ask, _) in sides.items():
                     time.sleep(REST_S)
-                    embed()
+                    ask()
                     time.sleep(REST_S)
                     start = time.perf_counter()
-                    embed()
+                    ask()
                     clock[name].append(1e3 * (time.perf_counter() - start))
-        for name, (embed, used_s) in sides.items():
+        for name, (ask, used_s) in sides.items():
             before = used_s()
             for _ in range(number):
                 time.sleep(REST_S)
-                embed()
+                ask()
             used[name] = 1e3 * (used_s() - before) / number
         memory = [resident_bytes(pid) for pid in pids]
     found: dict[str, Any] = {

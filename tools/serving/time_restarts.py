@@ -2,9 +2,9 @@
 
     python -m tools.serving.time_restarts models/demo models/demo_hybrid --rounds 6 > times.json
 
-The server and its engine run in this process, and are made anew for each restart, on which a small request comes first;
-three warm turns follow. Questions have many lengths, so that no turn finds its step's shape recorded by another alone.
-The processor's time is that of the whole process, the client included.
+Each round starts `xserv serve`, asks something short, then the long chat's question, which is answered from the folder,
+and three more, which are warm. Questions have many lengths, so that no turn finds its step's shape recorded by another
+alone. The processor's time is that of the server and its engine until the first text of the answer has come.
 """
 
 from __future__ import annotations
@@ -14,21 +14,15 @@ import json
 import random
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
-from runtime import collector
 from runtime.bench.environment import describe_machine
-from runtime.engine.make_engine import build_engine
-from runtime.engine.process.thread_client import ThreadEngineClient
+from runtime.bench.memory import descendants
 from runtime.text.load import load_tokenizer
-from server.app import create_app
-from tests.server.running import running
 from tokenizer import Tokenizer
+from tools.serving.served import Served, above_the_server, threads_s
 
 _NEW_TOKENS = (60, 140)
 _WARM_TURNS = 3
@@ -53,20 +47,24 @@ def _question(tokenizer: Tokenizer, rng: random.Random) -> dict[str, str]:
     return {"role": "user", "content": _text(tokenizer, rng.randint(*_NEW_TOKENS), rng)}
 
 
-def _ask(http: httpx.Client, model: str, messages: list[dict[str, str]]) -> _Time:
+def _ask(served: Served, pids: list[int], name: str, messages: list[dict[str, str]]) -> _Time:
     """The time until the first text of the answer has come."""
-    body = {
-        "model": model, "messages": messages, "max_tokens": 6, "ignore_eos": True, "temperature": 0, "stream": True,
+    body = json.dumps({
+        "model": name, "messages": messages, "max_tokens": 6, "ignore_eos": True, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    wall, processor, taken = time.perf_counter(), time.process_time(), (0.0, 0.0)
+    }).encode()  # fmt: skip
+    time.sleep(0.3)  # what was written or recorded after the last answer is over
+    processor, wall, taken = threads_s(pids), time.perf_counter(), (0.0, 0.0)
     usage: dict[str, Any] = {}
-    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
+    with above_the_server():
+        served.connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        answer = served.connection.getresponse()
+        assert answer.status == 200, answer.read()
+        for line in answer:
+            if line.startswith(b"data: {"):
+                event = json.loads(line.removeprefix(b"data: "))
                 if not any(taken) and event["choices"] and event["choices"][0]["delta"].get("content"):
-                    taken = time.perf_counter() - wall, time.process_time() - processor
+                    taken = time.perf_counter() - wall, threads_s(pids) - processor
                 usage = event.get("usage") or usage
     return _Time(*taken, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
@@ -76,22 +74,17 @@ def measure(model: Path, num_tokens: int, rounds: int) -> dict[str, Any]:
     assert tokenizer is not None, f"{model} has no tokenizer"
     system = {"role": "system", "content": _text(tokenizer, num_tokens, rng)}
     found: dict[str, list[_Time]] = {"cold": [], "restored": [], "warm": []}
+    overrides = json.dumps({"max_position_embeddings": num_tokens + 4096})
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
-            options = {"hf_overrides": {"max_position_embeddings": num_tokens + 4096}, "prefix_cache_dir": folder}
-            client = ThreadEngineClient(build_engine(model, seed=0, **options))
-            name = client.info.model_name
-            with running(create_app(client, tokenizer)) as url, httpx.Client(base_url=url, timeout=600) as http:
-                _ask(http, name, [_question(tokenizer, rng)])
-                collector.resume(collects=True)  # as a server does once it has started
-                for thread in threading.enumerate():
-                    if thread.name == "xserv-allocate":  # it ends within a moment of a quiet machine's start
-                        thread.join()
-                time.sleep(0.3)
+            with Served(model, "--hf-overrides", overrides, "--prefix-cache-dir", folder) as served:
+                name = json.loads(served.ask("GET", "/v1/models"))["data"][0]["id"]
+                served.ask("GET", "/health")
+                pids = descendants(served.process.pid)
+                _ask(served, pids, name, [_question(tokenizer, rng)])
                 for turn in range(1 + _WARM_TURNS):
                     kind = "warm" if turn else "restored" if number else "cold"
-                    found[kind].append(_ask(http, name, [system, _question(tokenizer, rng)]))
-            client.close()
+                    found[kind].append(_ask(served, pids, name, [system, _question(tokenizer, rng)]))
     medians = {
         kind: {each: round(statistics.median(getattr(time, each) for time in times), 4) for each in _Time._fields}
         for kind, times in found.items()
