@@ -354,11 +354,19 @@ class Engine:
             if (stored := self.scheduler.stored) is not None:
                 stored.write_some(is_idle=True)
 
+    def rest_long(self) -> None:
+        """``rest``, and what is not for the moment between two requests: read back prefixes of an earlier engine."""
+        self.rest()
+        stored = self.scheduler.stored
+        if stored is not None and not self.has_work and not self.pauses.is_held:
+            stored.warm()
+
     @property
     def wants_rest(self) -> bool:
-        """Whether prefixes wait for the disk, although no step runs."""
+        """Whether prefixes wait for the disk, or to be read back, although no step runs."""
         stored = self.scheduler.stored
-        return stored is not None and stored.num_waiting > 0 and not self.pauses.is_held
+        has_work = stored is not None and (stored.num_waiting > 0 or stored.wants_to_warm)
+        return has_work and not self.pauses.is_held
 
     def close(self) -> None:
         """Wait for the running step and drop it; no further step runs."""

@@ -87,6 +87,10 @@ class PageStore(Protocol):
         """The pages after ``parent``."""
         ...
 
+    def latest(self, most: int) -> list[PageName]:
+        """``most`` pages, about, that were used last, these first."""
+        ...
+
     def runs(self, keys: Sequence[bytes]) -> list[PageRun]:
         """The places of pages that were found, in their order."""
         ...
@@ -213,6 +217,21 @@ class DiskPages:
         """See `PageStore`."""
         with self._lock:
             return [self._name(key) for key in self._after.get(parent, ())]
+
+    def latest(self, most: int) -> list[PageName]:
+        """See `PageStore`. The pages of a file count as used together."""
+        with self._lock:
+            files = {name: file.header.names for name, file in self._files.items()}
+        used_s: dict[str, float] = {}
+        for name in files:
+            with contextlib.suppress(OSError):  # it is gone
+                used_s[name] = os.stat(self._folder / name, follow_symlinks=False).st_mtime
+        found: list[PageName] = []
+        for name in sorted(used_s, key=lambda each: used_s[each], reverse=True):
+            if len(found) >= most:
+                break
+            found += reversed(files[name])
+        return found
 
     def runs(self, keys: Sequence[bytes]) -> list[PageRun]:
         """See `PageStore`."""

@@ -2,9 +2,10 @@
 
     python -m tools.serving.time_restarts models/demo models/demo_hybrid --rounds 6 > times.json
 
-Each round starts `xserv serve`, asks something short, then the long chat's question, which is answered from the folder,
-and three more, which are warm. Questions have many lengths, so that no turn finds its step's shape recorded by another
-alone. The processor's time is that of the server and its engine until the first text of the answer has come.
+Each round starts `xserv serve`, asks three short questions, rests, and asks the long chat's, which is answered from the
+folder, and three more, which are warm. Questions have many lengths, so that no turn finds its step's shape recorded by
+another alone. With `--idle 0` the engine has no time to read prefixes back before it is asked. The processor's time
+is that of the server and its engine until the first text of the answer has come.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from runtime.bench.environment import describe_machine
 from runtime.bench.memory import descendants
 from runtime.text.load import load_tokenizer
 from tokenizer import Tokenizer
-from tools.serving.served import Served, above_the_server, threads_s
+from tools.serving.served import Served, above_the_server, threads_s, wake_before_the_engine
 
 _NEW_TOKENS = (60, 140)
 _WARM_TURNS = 3
@@ -43,8 +44,11 @@ def _text(tokenizer: Tokenizer, num_tokens: int, rng: random.Random) -> str:
     return tokenizer.decode(ids[:num_tokens])
 
 
-def _question(tokenizer: Tokenizer, rng: random.Random) -> dict[str, str]:
-    return {"role": "user", "content": _text(tokenizer, rng.randint(*_NEW_TOKENS), rng)}
+def _questions(tokenizer: Tokenizer, rng: random.Random, count: int) -> list[dict[str, str]]:
+    """Of lengths that differ by a token or more, and by few."""
+    least = rng.randint(*_NEW_TOKENS)
+    lengths = rng.sample(range(least, least + count), count)
+    return [{"role": "user", "content": _text(tokenizer, each, rng)} for each in lengths]
 
 
 def _ask(served: Served, pids: list[int], name: str, messages: list[dict[str, str]]) -> _Time:
@@ -56,7 +60,7 @@ def _ask(served: Served, pids: list[int], name: str, messages: list[dict[str, st
     time.sleep(0.3)  # what was written or recorded after the last answer is over
     processor, wall, taken = threads_s(pids), time.perf_counter(), (0.0, 0.0)
     usage: dict[str, Any] = {}
-    with above_the_server():
+    with above_the_server(2):
         served.connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         answer = served.connection.getresponse()
         assert answer.status == 200, answer.read()
@@ -69,7 +73,7 @@ def _ask(served: Served, pids: list[int], name: str, messages: list[dict[str, st
     return _Time(*taken, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def measure(model: Path, num_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(model: Path, num_tokens: int, rounds: int, idle_s: float) -> dict[str, Any]:
     tokenizer, rng = load_tokenizer(model), random.Random(0)
     assert tokenizer is not None, f"{model} has no tokenizer"
     system = {"role": "system", "content": _text(tokenizer, num_tokens, rng)}
@@ -81,10 +85,13 @@ def measure(model: Path, num_tokens: int, rounds: int) -> dict[str, Any]:
                 name = json.loads(served.ask("GET", "/v1/models"))["data"][0]["id"]
                 served.ask("GET", "/health")
                 pids = descendants(served.process.pid)
-                _ask(served, pids, name, [_question(tokenizer, rng)])
-                for turn in range(1 + _WARM_TURNS):
+                wake_before_the_engine(served.process.pid)
+                for question in _questions(tokenizer, rng, _WARM_TURNS):
+                    _ask(served, pids, name, [question])
+                time.sleep(idle_s)
+                for turn, question in enumerate(_questions(tokenizer, rng, 1 + _WARM_TURNS)):
                     kind = "warm" if turn else "restored" if number else "cold"
-                    found[kind].append(_ask(served, pids, name, [system, _question(tokenizer, rng)]))
+                    found[kind].append(_ask(served, pids, name, [system, question]))
     medians = {
         kind: {each: round(statistics.median(getattr(time, each) for time in times), 4) for each in _Time._fields}
         for kind, times in found.items()
@@ -98,8 +105,9 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--idle", type=float, default=2.0, help="seconds between the short questions and the long chat")
     asked = parser.parse_args()
-    results = [measure(model, asked.tokens, asked.rounds) for model in asked.models]
+    results = [measure(model, asked.tokens, asked.rounds, asked.idle) for model in asked.models]
     print(json.dumps({"results": results, "environment": describe_machine()}, indent=1))
 
 

@@ -49,7 +49,7 @@ BURST_MOST_S = 2e-3
 """An idle engine with a new request waits until no other has come for the first of these, at most for the second, so
 that a burst shares its first forward pass."""
 REST_S = 0.1
-"""An idle engine hands what waits for the disk over this often."""
+"""An idle engine hands what waits for the disk over this often, and reads back what an earlier one has left there."""
 
 
 class ThreadEngineClient(EngineClient):
@@ -386,7 +386,7 @@ class ThreadEngineClient(EngineClient):
                     continue
                 self._condition.release()
                 try:
-                    self._engine.rest()
+                    self._engine.rest_long()
                 finally:
                     self._condition.acquire()
             if self._is_closing and not (self._drains and self.has_work):

@@ -174,7 +174,7 @@ class BlockPool:
         digest: Digest = block_digest,
     ) -> None:
         sizes = (num_blocks,) if isinstance(num_blocks, int) else tuple(num_blocks)
-        self.num_blocks = sum(sizes)
+        self._sizes, self.num_blocks = sizes, sum(sizes)
         self.block_size = block_size
         self.kinds = kinds
         self.pools = tuple(pools) or (0,) * len(kinds)
@@ -218,6 +218,11 @@ class BlockPool:
     def free_counts(self) -> list[int]:
         """By pool: free blocks."""
         return [part.num_free for part in self._parts]
+
+    @property
+    def empty_counts(self) -> list[int]:
+        """By pool: the blocks without content, beyond half of all."""
+        return [len(part.empty) - size // 2 for part, size in zip(self._parts, self._sizes)]
 
     def by_pool(self, counts: Iterable[int]) -> list[int]:
         """The sums of each pool's groups, of numbers by cache group."""
@@ -485,18 +490,20 @@ class BlockPool:
             for root in nodes:
                 root.twins = nodes
         useless: list[CachedBlock] = []
-        followers = [group for group, kind in enumerate(self.kinds) if kind.follows_tokens]
-        for place in range(first, last):
-            page = data[(place - first) * width : (place - first + 1) * width]
-            children = self._cache.add_each(nodes, page)
+        followers = [
+            (group, blocks[group], first_pages[group]) for group, kind in enumerate(self.kinds) if kind.follows_tokens
+        ]
+        add_each, has_states = self._cache.add_each, bool(self.states)
+        for place, start in zip(range(first, last), range(0, len(data), width)):
+            children = add_each(nodes, data[start : start + width])
             if len(children) < len(nodes):
                 chain.is_broken = True
                 useless = children
                 break
-            for group in followers:
-                if place >= first_pages[group]:
-                    self._keep_page(children[group], blocks[group][place])
-            if self.states:
+            for group, ids, first_page in followers:
+                if place >= first_page and children[group].block_id != ids[place]:
+                    self._keep_page(children[group], ids[place])
+            if has_states:
                 for child in children:
                     child.twins = children
             nodes = children
@@ -666,7 +673,8 @@ class BlockPool:
         self._nodes[block_id] = node
         if node.block_id is None:
             node.block_id = block_id
-            self._cache.changed(node)
+            if self._cache.on_change is not None:
+                self._cache.changed(node)
         elif self._is_held(node):
             node.copies.append(block_id)
             return False

@@ -252,9 +252,9 @@ class PrefixCache:
 
     def add_each(self, parents: Sequence[CachedBlock], tokens: bytes) -> list[CachedBlock]:
         """``add`` after each of these parents, without those where another content has the digest."""
-        index, found, first = self._index, list[CachedBlock](), tokens[:_TOKEN_BYTES]
+        index, make_digest, found, first = self._index, self._digest, list[CachedBlock](), tokens[:_TOKEN_BYTES]
         for parent in parents:
-            digest = self._digest(parent.digest, tokens)
+            digest = make_digest(parent.digest, tokens)
             node = index.get(digest)
             if node is None:
                 node = index[digest] = CachedBlock(parent, tokens, digest)

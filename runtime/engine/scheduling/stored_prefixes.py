@@ -41,6 +41,9 @@ _FILE_BYTES = 32 << 20
 _READ_BYTES = 32 << 20
 """Bytes that are read back before a step in which others run, some ten milliseconds, and one page at least."""
 
+_WARM_S = 0.01
+"""How long an idle engine reads prefixes back before it looks for requests again."""
+
 _CLOSE_S = 10.0
 """How long a shutdown writes what is left: less than an engine's process is given to end."""
 
@@ -54,6 +57,31 @@ class BlockBytes(Protocol):
     def copy_out(self, pool: int, block_ids: Sequence[int]) -> list[NDArray[np.uint8]]: ...
 
     def fill(self, pool: int, block_id: int, num_blocks: int, read: Fill) -> None: ...
+
+
+class _Prompt(Protocol):
+    """What a prefix is read back for: a waiting sequence, or none yet."""
+
+    chain: Chain
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]: ...
+
+
+class _StoredPrompt:
+    """The tokens of a stored prefix, without a salt, as those of a sequence with one token more."""
+
+    def __init__(self, tokens: NDArray[np.int32]) -> None:
+        self.chain, self._tokens = Chain(), tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens) + 1
+
+    def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]:
+        return self._tokens[start:end]
 
 
 class _Wanted(NamedTuple):
@@ -74,7 +102,7 @@ class _Wanted(NamedTuple):
 class _Asked(NamedTuple):
     """A waiting sequence's tokens but the last, and the names of their full pages, without a group."""
 
-    sequence: Choice
+    sequence: _Prompt
     salt: Salt
     tokens: NDArray[np.int32]
     names: list[PageName]
@@ -85,7 +113,7 @@ class _Restoring:
     """A prefix that is being read back: blocks for its stored pages by their keys, those that it shares with the pool,
     what is still to be read, and the names of its full pages."""
 
-    sequence: Choice
+    sequence: _Prompt
     wanted: _Wanted
     taken: dict[bytes, int]
     shared: list[int]
@@ -120,6 +148,7 @@ class StoredPrefixes:
         self._waiting: deque[tuple[int, CachedBlock]] = deque()  # group and content: to be written
         self._asked: _Asked | None = None  # the latest, so that each try does not hash it again
         self._restoring: _Restoring | None = None
+        self._latest: deque[PageName] | None = None  # ends of prefixes that are to be read back while idle
 
     @property
     def store(self) -> PageStore:
@@ -174,6 +203,8 @@ class StoredPrefixes:
 
     def settle(self) -> None:
         """Hand over what is noted and fits, forget the rest: the pages are about to go. No prefix is being read."""
+        if self._is_warming:
+            self.drop()
         assert self._restoring is None, "a sequence waits for its prefix"
         self.write_some(is_idle=True)
         for _, node in self._waiting:
@@ -185,7 +216,7 @@ class StoredPrefixes:
         """From now on pages have this fingerprint, and this store. The pool's prefixes were dropped."""
         assert not self._waiting, "pages of other weights are left"
         self._store.close(_CLOSE_S)
-        self._store, self._fingerprint = store, fingerprint.encode()
+        self._store, self._fingerprint, self._latest = store, fingerprint.encode(), None
 
     @property
     def num_waiting(self) -> int:
@@ -239,11 +270,13 @@ class StoredPrefixes:
         if self._restoring is None and self._store.is_empty:
             return True
         if self._restoring is None and may_begin:
-            self._restoring = self._begin(sequence, num_running)
-        if (work := self._restoring) is None:
-            return True
+            self._restoring = self._begin(sequence, num_running=num_running)
+        return self._restoring is None or self._go_on(self._restoring, _READ_BYTES if num_running else math.inf)
+
+    def _go_on(self, work: _Restoring, most_bytes: float) -> bool:
+        """Read the next pages. Whether all were read, or given up."""
         try:
-            self._read(work, _READ_BYTES if num_running else math.inf)
+            self._read(work, most_bytes)
         except PageLostError as error:
             logger.info("a stored prefix is computed again: %s", error)
             self.drop()
@@ -253,6 +286,57 @@ class StoredPrefixes:
         self._restoring = None
         self._record(work)
         return True
+
+    @property
+    def wants_to_warm(self) -> bool:
+        """Whether `warm` has something to do, as far as is known."""
+        if self._restoring is not None:
+            return self._is_warming
+        return not self._store.is_empty and (self._latest is None or len(self._latest) > 0)
+
+    @property
+    def _is_warming(self) -> bool:
+        """Whether a prefix is being read back that no sequence waits for."""
+        return self._restoring is not None and isinstance(self._restoring.sequence, _StoredPrompt)
+
+    def warm(self) -> None:
+        """After a start: read back some of the prefixes that were used last, those without a salt, into blocks that
+        were never used, half of each pool at most. Takes some ten milliseconds. To be called while the engine has no
+        work, so that a chat's next turn meets its prefix as if the engine had not been restarted."""
+        until_s = time.monotonic() + _WARM_S
+        if self._latest is None:
+            self._store.refresh()
+            self._latest = self._ends()
+        while self.wants_to_warm and not self._pool.offloads and time.monotonic() < until_s:
+            if self._restoring is None:
+                prompt = self._prompt_before(self._latest.popleft())
+                if prompt is not None:
+                    self._restoring = self._begin(prompt, most_blocks=self._pool.empty_counts)
+            if self._restoring is not None:
+                with NO_COLLECTION:
+                    self._go_on(self._restoring, _READ_BYTES)
+
+    def _ends(self) -> deque[PageName]:
+        """States, and pages that no other continues, of those that were used last: no more than the pool holds."""
+        names, kinds = self._store.latest(self._pool.num_blocks), self._pool.kinds
+        continued = {name.parent for name in names if kinds[name.key[-1]].follows_tokens}
+        return deque(each for each in names if each.key not in continued or not kinds[each.key[-1]].follows_tokens)
+
+    def _prompt_before(self, name: PageName) -> _StoredPrompt | None:
+        """The prefix that ends with this page or state. None if a page before it is not stored, or has pictures, or it
+        has a salt."""
+        kinds, width = self._pool.kinds, self._pool.block_size * 4
+        group = max(range(len(kinds)), key=lambda each: (kinds[each].follows_tokens, kinds[each].is_whole))
+        pages, key, root = [name.tokens], without_group(name.parent), self.root_key(None)
+        while key != root:
+            before = self._store.find([of_group(key, group)])[0]
+            if before is None:
+                return None
+            pages.append(before.tokens)
+            key = without_group(before.parent)
+        if any(len(tokens) != width for tokens in pages[1:]) or len(pages[0]) > width:
+            return None
+        return _StoredPrompt(np.frombuffer(b"".join(reversed(pages)), np.int32))
 
     def drop(self, sequence: Choice | None = None) -> bool:
         """Give up reading back the prefix of this sequence, or of any. False if there is none."""
@@ -267,8 +351,11 @@ class StoredPrefixes:
         """Blocks of a prefix that is being read back."""
         return [] if self._restoring is None else self._restoring.held_blocks
 
-    def _begin(self, sequence: Choice, num_running: int) -> _Restoring | None:
-        """Find a sequence's prefix, and take blocks for it. None if the store has nothing more, or there is no room."""
+    def _begin(
+        self, sequence: _Prompt, *, num_running: int = 0, most_blocks: Sequence[int] | None = None
+    ) -> _Restoring | None:
+        """Find a sequence's prefix, and take blocks for it, at most so many of each pool. None if the store has nothing
+        more, or there is no room."""
         pool, asked, salt = self._pool, self._asked, sequence.chain.salt
         if asked is None or (asked.sequence, asked.salt) != (sequence, salt):
             tokens = np.ascontiguousarray(sequence.prefix_keys(0, sequence.num_tokens - 1), np.int32)
@@ -283,7 +370,8 @@ class StoredPrefixes:
             sum(isinstance(each, bytes) for each in ids) + isinstance(wanted.states.get(group), bytes)
             for group, ids in enumerate(wanted.blocks)
         )
-        if not pool.has_room(needed, num_running):
+        is_too_much = most_blocks is not None and any(map(int.__gt__, needed, most_blocks))
+        if is_too_much or not pool.has_room(needed, num_running):
             pool.release(shared)
             return None
         fresh = [iter(pool.allocate(count, number, offloads=False)) for number, count in enumerate(needed)]
@@ -490,6 +578,11 @@ def page_key(before: bytes, identity: bytes) -> bytes:
 def of_group(key: bytes, group: int) -> bytes:
     """A page's key in a cache group."""
     return key + bytes([group])
+
+
+def without_group(key: bytes) -> bytes:
+    """The key that ``of_group`` was given."""
+    return key[:-1]
 
 
 def _name_without_group(name: bytes) -> bytes:

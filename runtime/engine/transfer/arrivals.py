@@ -162,6 +162,10 @@ class Arrivals:
         others = [] if self._backing is None else self._backing.inside(parent)
         return [*own, *(name for name in others if name.key not in keys)]
 
+    def latest(self, most: int) -> list[PageName]:
+        """See `PageStore`: what came from others is waited for by its request."""
+        return [] if self._backing is None else self._backing.latest(most)
+
     def runs(self, keys: Sequence[bytes]) -> list[PageRun]:
         """See `PageStore`."""
         found: list[PageRun] = []

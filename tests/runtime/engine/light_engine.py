@@ -144,6 +144,8 @@ class LightEngine:
     def rest(self) -> None:
         pass
 
+    rest_long = rest
+
     def publish_blocks(self, secret: bytes) -> None:
         """It has no blocks."""
 

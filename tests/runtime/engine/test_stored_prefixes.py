@@ -449,6 +449,72 @@ def test_others_go_on_while_a_prefix_is_read_back(case: str, tmp_path: Path, mon
         assert restored(engine) > 60
 
 
+@pytest.mark.parametrize("case", ["full", "windows", "states"])
+def test_an_idle_engine_reads_back_what_was_used_last(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it had not been restarted: a chat's next turn, and one that leaves an earlier prompt, wait for no file.
+    Half of each pool stays empty; what has a salt is read when it is asked for."""
+    monkeypatch.setattr(State, "most_pages", lambda *_: 40)
+    monkeypatch.setattr(stored_prefixes, "_READ_BYTES", 1)
+    monkeypatch.setattr(stored_prefixes, "_WARM_S", 0.0001)
+    model, own = write_case(tmp_path / "model", case)
+    prompt = [random.Random(1).randrange(50) for _ in range(60)]
+    turns = [prompt, [*prompt, *[9, 4, 7] * 4], [*prompt[:41], 3, 3, 8, 1, 5]]
+
+    def request(name: str, ids: list[int], salt: str | None = None) -> EngineRequest:
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
+        return EngineRequest(request_id=name, prompt_token_ids=ids, params=params, cache_salt=salt)
+
+    asked = [request(str(number), ids) for number, ids in enumerate(turns)]
+    salted = request("salted", [*range(1, 40)], "a tenant's")
+    with engine_on(model, None, **{**own, "enable_prefix_caching": False, "max_num_seqs": 1}) as alone:
+        known = answers(alone, [*asked, salted])
+
+    def warm(engine: Engine) -> int:
+        """How often an idle engine looked for requests meanwhile."""
+        for looks in range(10_000):
+            if not engine.wants_rest:
+                return looks
+            engine.rest_long()
+            engine.check_invariants()
+        raise AssertionError("it reads for ever")
+
+    with engine_on(model, tmp_path / "prefixes", **own) as engine:
+        for each in (salted, *asked):
+            answers(engine, [each])
+    with engine_on(model, tmp_path / "prefixes", **own) as engine:
+        assert warm(engine) > 3
+        stored = engine.scheduler.stored
+        assert stored is not None
+        assert not stored.held_blocks
+        assert (found := restored(engine)) > 60
+        for each in asked:
+            assert answers(engine, [each]).items() <= known.items()
+        if case != "windows":  # there a prompt that ends before what was stored needs pages that had left the window
+            assert restored(engine) == found, "all was there"
+        found = restored(engine)
+        assert answers(engine, [salted]).items() <= known.items()
+        assert restored(engine) > found
+    with engine_on(model, tmp_path / "prefixes", **own, num_blocks=60) as engine:
+        warm(engine)
+        assert engine.pool.num_cached > 0
+        assert min(engine.pool.empty_counts) >= 0
+    with engine_on(model, tmp_path / "prefixes", **own) as engine:  # asked in the midst of it
+        engine.rest_long()
+        assert engine.wants_rest
+        assert answers(engine, asked) == {key: value for key, value in known.items() if key[0] != "salted"}
+    for file in (tmp_path / "prefixes").rglob("*.pages"):
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            last = opened.read(1)
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([last[0] ^ 1]))
+    with engine_on(model, tmp_path / "prefixes", **own) as engine:
+        warm(engine)
+        assert answers(engine, [*asked, salted]) == known, "torn files"
+
+
 def test_a_prefix_that_is_read_back_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a running sequence that needs a block."""
     model, prompt = write_full(tmp_path / "model"), [*range(88)]
