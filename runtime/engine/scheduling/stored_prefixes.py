@@ -210,13 +210,13 @@ class StoredPrefixes:
         for _, node in self._waiting:
             node.is_noted = False
         self._waiting.clear()
-        self._asked = None
+        self._asked = self._latest = None
 
     def use(self, store: PageStore, fingerprint: str) -> None:
         """From now on pages have this fingerprint, and this store. The pool's prefixes were dropped."""
         assert not self._waiting, "pages of other weights are left"
         self._store.close(_CLOSE_S)
-        self._store, self._fingerprint, self._latest = store, fingerprint.encode(), None
+        self._store, self._fingerprint = store, fingerprint.encode()
 
     @property
     def num_waiting(self) -> int:
