@@ -45,7 +45,7 @@ def _text(tokenizer: Tokenizer, num_tokens: int, rng: random.Random) -> str:
 
 
 def _questions(tokenizer: Tokenizer, rng: random.Random, count: int) -> list[dict[str, str]]:
-    """Of lengths that differ by a token or more, and by few."""
+    """Questions whose lengths differ, by few tokens."""
     least = rng.randint(*_NEW_TOKENS)
     lengths = rng.sample(range(least, least + count), count)
     return [{"role": "user", "content": _text(tokenizer, each, rng)} for each in lengths]

@@ -60,7 +60,7 @@ class BlockBytes(Protocol):
 
 
 class _Prompt(Protocol):
-    """What a prefix is read back for: a waiting sequence, or none yet."""
+    """The tokens whose prefix is read back: a waiting sequence, or a stored prompt."""
 
     chain: Chain
 
