@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,20 @@ def write_tower(path: Path, case: str, **changes: Any) -> Path:
     return path
 
 
+@cache
+def _names() -> Any:
+    """What llama.cpp's converter calls a tower's tensors."""
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 128)
+
+
 def _of_tower(name: str, array: Array, side: int) -> tuple[str, Array]:
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 128)
     name = name.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
     if name.endswith("position_embedding_table"):
         name += ".weight"
     if name.endswith("patch_embedder.input_proj.weight"):
         array = array.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
     bounds = tuple(f".{kind}_{end}" for kind in ("input", "output") for end in ("min", "max"))
-    known = names.get_name(name, try_suffixes=(".weight", ".bias", *bounds))
+    known = _names().get_name(name, try_suffixes=(".weight", ".bias", *bounds))
     assert known is not None, name
     return known, np.ascontiguousarray(np.atleast_1d(array))
 
