@@ -72,7 +72,7 @@ MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay sm
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
 _EXPANDED_VALUES = 12288  # of low-rank sums that are made at a time, about
-_LONE_EXPANDED_VALUES = 4096  # the same of a lone tile, which stay in the first-level cache
+_LONE_EXPANDED_VALUES = 8192  # the same of a lone tile, which stay in the first-level cache
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
@@ -310,6 +310,8 @@ def product_parts(stored: Any) -> ProductParts:
             expanding = max(at_once[rows], _LONE_EXPANDED_VALUES // (rows * PANEL_COLUMNS))
         lines_left, lines_a_tile = 0, 0
         lines = np.empty(0 if is_lone or a.low_rank == 0 else 1 + MOST_LINES, np.int64)  # what is prefetched
+        if lines.size:
+            lines[0] = 0
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1

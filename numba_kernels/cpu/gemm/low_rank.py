@@ -54,10 +54,10 @@ _SHRUNK_ROWS = 3 if _HAS_MANY_REGISTERS else 1  # rows that meet them at a time,
 _EXPANDED_ROWS = 8 if _HAS_MANY_REGISTERS else 4
 _SHARED_ROWS = 24  # of a unit of shrinking: they stay in the second-level cache for all groups
 _AHEAD_BYTES = 4096  # how far a pass over `down` prefetches
-_TILES_AHEAD = 2  # the same of `up`
+_TILES_AHEAD = 3  # that a tile fetches of `up` where none were listed
 _LINE = 64
 _VOID = ir.VoidType()
-MOST_LINES = 1024  # that `Functions.expand` lists
+MOST_LINES = 2048  # that `Functions.expand` lists
 
 FIELDS = Fields(
     "shrink expand *x *between *slots *parts *starts *active *tokens depth x_stride first_row "
@@ -172,10 +172,10 @@ def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return total
 
 
-@emitted(types.void, KIND, *[types.intp] * 14)
+@emitted(types.void, KIND, *[types.intp] * 15)
 def _expand_tile(
     builder, stored, height, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
-    tokens, bias, low, high,
+    tokens, bias, low, high, ahead,
 ):  # fmt: skip
     """Writes ``height`` rows of ``out``, an address at the first block's first column, whose int32 numbers are at
     ``tokens``: the same rows of ``residual`` (0 = none) and their sums of TILE_VECTORS blocks of ``up``. Only columns
@@ -185,14 +185,14 @@ def _expand_tile(
         builder, height, range(1, _EXPANDED_ROWS + 1),
         lambda each: _emit_expand(
             builder, each, stored, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
-            tokens, bias, low, high,
+            tokens, bias, low, high, ahead,
         ),
     )  # fmt: skip
 
 
 def _emit_expand(
     builder, height, stored, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
-    tokens, bias, low, high,
+    tokens, bias, low, high, ahead,
 ):  # fmt: skip
     has_pairs = _has_pairs(stored)
     lane_bytes = LANES * (4 if has_pairs else stored.bitwidth // 8)
@@ -202,9 +202,13 @@ def _emit_expand(
     for register in sums.values():
         builder.store(simd.splat_constant(F32, 0.0), register)
     blocks = [builder.add(up, builder.mul(block_bytes, _i64(v))) for v in range(TILE_VECTORS)]
+    fetches = builder.icmp_signed("!=", ahead, _i64(0))
     with cgutils.for_range(builder, words, intp=I64) as loop:
         column = builder.mul(loop.index, _i64(lane_bytes))
         weights = [_load_words(builder, builder.add(block, column), stored) for block in blocks]
+        with builder.if_then(fetches):
+            for block in blocks:
+                simd.prefetch(builder, builder.add(builder.add(block, column), ahead), is_near=True)
         at = builder.add(between, builder.mul(loop.index, _i64(4)))
         for r in range(height):
             place = builder.add(at, builder.mul(stride, _i64(r)))
@@ -282,14 +286,6 @@ def prefetch_line(builder, address):
     simd.prefetch(builder, address, is_near=True)
 
 
-@emitted(types.void, types.intp, types.intp)
-def _prefetch(builder, start, size_bytes):
-    """Prefetches so many bytes."""
-    lines = builder.sdiv(builder.add(size_bytes, ir.Constant(I64, _LINE - 1)), ir.Constant(I64, _LINE))
-    with cgutils.for_range(builder, lines, intp=I64) as loop:
-        simd.prefetch(builder, builder.add(start, builder.mul(loop.index, ir.Constant(I64, _LINE))), is_near=True)
-
-
 @njit(nogil=True)
 def _copy(residual, stride, out, out_stride, columns, rows):
     """Copies ``[rows, columns]`` to ``out``, or zeros if there is no residual; strides are in bytes."""
@@ -308,7 +304,7 @@ class Functions(NamedTuple):
     rows, residual, its stride, out, its stride, lines)``, of columns and rows of the product. It writes the residual
     (0 = none) and the sums to ``out``, or returns 0 if no row has sums; both addresses are at the first column and row.
     If ``lines`` is not 0, it leaves a count there and as many addresses, at most MOST_LINES: what it will read for as
-    many columns more."""
+    many columns more. A count above 0 there tells that this has been done for these columns."""
 
     shrink: Kernel
     expand: int
@@ -427,6 +423,7 @@ def functions_of(stored: Any) -> Functions:
         first_column += a.first_column
         first_row += a.first_row
         is_any, is_all = written(a, first_column, columns, first_row, rows)
+        is_listed = lines != 0 and int64_at(lines, 1)[0] > 0
         if lines != 0:
             int64_at(lines, 1)[0] = 0
         if not is_any:
@@ -451,6 +448,7 @@ def functions_of(stored: Any) -> Functions:
                 if begin >= end or (own == 0 and bias == 0):
                     continue
                 words = -(-own // a_word)
+                ahead = 0 if is_listed else _TILES_AHEAD * TILE_VECTORS * block_bytes
                 block = (begin - parts[3 * part]) // LANES
                 at = slots[slot * fields + 1] + (parts[3 * part + 2] + block) * block_bytes
                 column = parts[3 * part] + block * LANES
@@ -462,11 +460,8 @@ def functions_of(stored: Any) -> Functions:
                         _expand_tile(
                             stored, height, between, ranks * between_bytes, at, block_bytes, words,
                             residual + column * 4 if residual != 0 else 0, residual_stride, out + column * 4,
-                            out_stride, a.tokens + row * 4, added, begin - column, end - column,
+                            out_stride, a.tokens + row * 4, added, begin - column, end - column, ahead,
                         )  # fmt: skip
-                    if lines == 0:
-                        ahead = at + _TILES_AHEAD * TILE_VECTORS * block_bytes
-                        _prefetch(ahead, TILE_VECTORS * words * LANES * word_bytes)
                     at += TILE_VECTORS * block_bytes
                     column += PANEL_COLUMNS
                 if lines != 0:
