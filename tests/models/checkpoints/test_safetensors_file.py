@@ -130,6 +130,15 @@ def test_a_malformed_file_is_refused(tmp_path: Path, header: Any, body: bytes, m
         SafetensorsFile(path)
 
 
+def test_a_header_of_too_many_tensors_is_refused_unparsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models' files and adapters' are read by the same class; parsing took seconds."""
+    entries = b",".join(b'"%d":{"dtype":"F32","shape":[0,0],"data_offsets":[0,0]}' % at for at in range(200_001))
+    path = write_raw(tmp_path / "m.safetensors", b"{" + entries + b"}")
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the header was parsed"))
+    with pytest.raises(WeightsError, match="the header has 1000004 commas, more than the limit of 1000000"):
+        SafetensorsFile(path)
+
+
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     for content, message in (
