@@ -15,6 +15,7 @@ from tools.comparing.fuzzing.draw import Fields
 
 FAMILIES = (
     "qwen3", "gpt2", "gemma3", "qwen3_moe", "granite_hybrid", "llama", "mixtral", "qwen3_5", "gpt_oss", "phi3",
+    "gemma4", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4",
 )  # fmt: skip
 WITH_CODES = {"llama": ("gptq", "awq", "packed", "rows", "blocks"), "qwen3": ("gptq", "awq", "blocks", "modelopt"),
               "qwen3_moe": ("gptq", "rows", "blocks"), "gemma3": ("awq", "rows")}  # fmt: skip
@@ -42,7 +43,7 @@ def draw_stored(rng: random.Random, family: str, emulated: list[str], *, is_smal
         case["fields"] = {name: value for name, value in case["fields"].items() if name != "use_sliding_window"}
         if "rope_parameters" in case["fields"]:
             case["fields"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
-        if family == "qwen3":
+        if family in ("qwen3", "gemma3"):  # nor layers of any kind
             case["fields"].pop("layer_types", None)
     case["stored"] = stored
     for run in case["runs"]:

@@ -5,13 +5,14 @@ that PEFT can adapt. `adapt` takes a folder and the fields of `LoraConfig`s: eac
 `adapter_0` …, its tensors filled from a seed (`adapter_tensors`), and `adapted.npz` has the logits of each prompt with
 it (`adapter_0_logits_0` …, float32 arithmetic over the stored weights). The answer has an entry for each adapter: its
 tensors' shapes, the error of the model in its own type, or in float32 against float64 (`noise`), and by how much it
-changes the logits; or the reason why PEFT refuses it.
+changes the logits; or the reason why PEFT refuses it (`Refused`). Any other error ends the oracle.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tools.comparing.fuzzing.adapter_tensors import adapter_tensor
 from tools.comparing.fuzzing.oracle import _logits, make
+
+
+class Refused(Exception):
+    """PEFT makes no such adapter, or cannot run what it has made."""
 
 
 def make_named(request: dict[str, Any]) -> dict[str, Any]:
@@ -50,8 +55,8 @@ def adapt(request: dict[str, Any]) -> dict[str, Any]:
     for number, given in enumerate(request["adapters"]):
         try:
             answers.append(_adapted(request, given, folder / f"adapter_{number}", f"adapter_{number}_", arrays))
-        except (ValueError, TypeError, KeyError, RuntimeError) as error:  # as PEFT refuses
-            answers.append({"refused": " ".join(f"{type(error).__name__}: {error}".split())[:200]})
+        except Refused as error:
+            answers.append({"refused": " ".join(str(error).split())[:200]})
     np.savez(folder / "adapted.npz", allow_pickle=False, **arrays)
     return {"adapters": answers}
 
@@ -65,7 +70,12 @@ def _adapted(
         adapted = PeftModel.from_pretrained(_loaded(request, dtype), folder).eval()
         if dtype is torch.float64:
             adapted.double()
-        runs.append([_logits(adapted, ids) for ids in request["prompts"]])
+        try:
+            runs.append([_logits(adapted, ids) for ids in request["prompts"]])
+        except RuntimeError as error:
+            if not _adds_a_wrong_shape(error):
+                raise
+            raise Refused(f"PEFT adds another shape to a parameter: {error}") from error
     plain = [arrays[f"plain_{index}"] for index in range(len(request["prompts"]))]
     change = float(max(np.abs(ours - theirs).max() / np.abs(theirs).max() for ours, theirs in zip(runs[0], plain)))
     for index, (logits, other) in enumerate(zip(*runs, strict=True)):
@@ -76,7 +86,11 @@ def _adapted(
 
 def _save(request: dict[str, Any], given: dict[str, Any], folder: Path) -> dict[str, tuple[int, ...]]:
     """Saves an adapter; the shapes of its tensors."""
-    adapted = get_peft_model(_loaded(request, torch.float32), LoraConfig(**given["fields"])).eval()
+    model, config = _loaded(request, torch.float32), LoraConfig(**given["fields"])
+    try:
+        adapted = get_peft_model(model, config).eval()
+    except ValueError as error:
+        raise Refused(f"{type(error).__name__}: {error}") from error
     held = get_peft_model_state_dict(adapted)
     shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     made = {name: adapter_tensor(name, shape, given, request["weights"]) for name, shape in shapes.items()}
@@ -85,6 +99,14 @@ def _save(request: dict[str, Any], given: dict[str, Any], folder: Path) -> dict[
     assert not missing.unexpected_keys, missing.unexpected_keys
     adapted.save_pretrained(folder)
     return shapes
+
+
+def _adds_a_wrong_shape(error: RuntimeError) -> bool:
+    """Whether PEFT's own sum of a parameter and its pair failed: it turns some of gpt-oss's experts, which are stored
+    inputs first, the wrong way after loading."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_of_peft = last.filename.endswith("peft/tuners/lora/layer.py") and last.line == "return W + self.delta_weight"
+    return is_of_peft and str(error).startswith("The size of tensor a")
 
 
 def _loaded(request: dict[str, Any], dtype: torch.dtype) -> Any:
