@@ -8,6 +8,7 @@ Both kinds may be in one batch: the chunks between two long ones are one piece, 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from runtime import ops
@@ -34,7 +35,10 @@ def latent_layer(
 ) -> Tensor:  # fmt: skip
     """Queries ``q [T, H head_dim]``, each head's rotated part last, and the latent projection ``[T, latent_dim +
     rotary_dim]``, either of which may be columns of wider rows -> results ``[T, H value_dim]``. Writes the tokens' rows
-    to the pages."""
+    to the pages. With adapters of the maps no chunk is expanded."""
+    addend = maps.addend if batch.adapters is not None and maps.addend and not maps.addend.is_empty else None
+    if addend is not None:
+        batch = _unexpanded(batch)
     op, tokens, heads = "latent_layer", q.shape[0], maps.num_heads
     backend = backend_of(q.device)
     check_rows(op, "q", q, q.device, backend.ACTIVATIONS, (None, heads * maps.head_dim))
@@ -58,14 +62,25 @@ def latent_layer(
         given = ops.latent_queries(
             q[own], latent[own], maps, part.positions, rope=rope, norm=norm, pages=pages,
             slot_mapping=part.slot_mappings[group], out=None if queries is None else queries[own],
+            added=None if addend is None else partial(addend.add_queries, batch=batch),
         )  # fmt: skip
         whole = given if queries is None else queries
         found = ops.latent_attention(whole, pages, part, group, scale=scale, value_dim=maps.latent_dim, out=attended)
-        found = ops.latent_values(found[own], maps, out=None if values is None else values[own])
+        results = ops.latent_values(found[own], maps, out=None if values is None else values[own])
         if values is None:
-            return found
+            return results if addend is None else addend.add_values(found, results, batch)
     assert values is not None
     return values
+
+
+def _unexpanded(batch: Batch) -> Batch:
+    """The batch without long chunks, once for all layers."""
+    if not batch.long_chunks.chunks:
+        return batch
+    if "unexpanded" not in batch.plans:
+        batch.plans["unexpanded"] = replace(batch, long_chunks=NO_LONG_CHUNKS, plans={})
+    made: Batch = batch.plans["unexpanded"]
+    return made
 
 
 def _pieces(batch: Batch) -> list[_Piece]:

@@ -576,7 +576,7 @@ def _adapters_of(op: str, batch: Batch | AdaptedRows, x: Tensor) -> Tensor:
     return batch.adapters
 
 
-def adapter_ids(batch: Batch, ids: Tensor, each: int, num_adapters: int, none: int) -> Tensor:
+def adapter_ids(batch: Batch | AdaptedRows, ids: Tensor, each: int, num_adapters: int, none: int) -> Tensor:
     """``adapters[t] * each + ids[t, j]`` for ``ids [T]`` or ``[T, k]`` int32, the numbers of an adapter's own rows or
     experts, of which each adapter has ``each``; or ``none`` for rows without an adapter."""
     op, backend = "adapter_ids", _backend("adapter_ids", "ids", ids)
@@ -754,7 +754,7 @@ def _check_page_scales(op: str, k_cache: Tensor, shape: tuple[int, int, int], sc
 
 def latent_queries(
     q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, *, rope: RopeTable, norm: RmsNorm, pages: Tensor,
-    slot_mapping: Tensor, out: Tensor | None = None,
+    slot_mapping: Tensor, out: Tensor | None = None, added: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries ``[T, H (key_dim + R)]``, each head's R rotated numbers last, as latent attention takes them, ``[T, H, R
     + C]``: the R are rotated, the others go through the keys' map, and all are multiplied by `rope.q_scales` if there
@@ -762,7 +762,8 @@ def latent_queries(
 
     ``latent [T, C + R]`` is the projection's output: C numbers, which are normalised, and R, which are rotated. The row
     in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`. Both may be columns of
-    wider rows. A GPU writes the queries to `out` if it is given.
+    wider rows. A GPU writes the queries to `out` if it is given. `added` changes what the keys' map has made of queries
+    (`LatentAddend.add_queries`).
     """
     op, backend, device = "latent_queries", _backend("latent_queries", "q", q), q.device
     tokens, heads = q.shape[0], maps.num_heads
@@ -780,7 +781,7 @@ def latent_queries(
         _check_written(op, "out", out, device, q.dtype, (tokens, heads, maps.row_dim))
     given = () if out is None else (out,)  # on a GPU alone
     return backend.latent_queries(  # type: ignore[no-any-return]
-        q, latent, maps, positions, rope, norm, pages, slot_mapping, *given
+        q, latent, maps, positions, rope, norm, pages, slot_mapping, *given, added=added
     )
 
 

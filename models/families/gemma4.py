@@ -137,7 +137,7 @@ class Gemma4Model(Decoder):
 
     def carry(self, x: Tensor, batch: Batch) -> Tensor | None:
         """The inputs of all layers, if they have any."""
-        return self.layer_inputs(x, batch.token_ids) if self.config.input_size else None
+        return self.layer_inputs(x, batch.token_ids, batch) if self.config.input_size else None
 
     def full_batch(self, batch: Batch) -> Batch:
         """The batch as layers without a window see it."""
@@ -165,15 +165,15 @@ class LayerInputs:
         self.size, self.eps = size, config.norm_eps * config.hidden_size  # the map's outputs are not scaled
         self.scale = float(np.array(math.sqrt(size), maker.dtype.numpy))
         self.table = maker.mapped_table("embed_tokens_per_layer.weight", config.input_rows, total)
-        self.projection = maker.unrounded().linear(
+        self.projection = maker.unrounded(takes_addends=True).linear(
             "per_layer_model_projection", outputs=total, inputs=config.hidden_size
         )
         self.norm = maker.vector("per_layer_projection_norm.weight", size)
 
-    def __call__(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """``x [T, H]``, the embeddings -> ``[T, num_layers * size]``."""
+    def __call__(self, x: Tensor, token_ids: Tensor, batch: Batch) -> Tensor:
+        """``x [T, H]``, the embeddings -> ``[T, num_layers * size]``; the table's rows are those of ``token_ids``."""
         rows = ops.embedding(token_ids, self.table, scale=self.scale).view(-1, self.size)
-        made = self.projection(x).view(-1, self.size)
+        made = self.projection(x, batch).view(-1, self.size)
         mixed = ops.rms_norm(made, self.norm, self.eps, residual=rows, factor=2**-0.5)
         return mixed.view(x.shape[0], -1)
 
@@ -193,7 +193,7 @@ class Gemma4Layer(SandwichLayer):
         self.scalar = maker.number("layer_scalar", (1,))
         self.input_size = config.input_size
         if self.input_size:
-            maps = maker.unrounded()
+            maps = maker.unrounded(takes_addends=True)
             self.gate = maps.linear("per_layer_input_gate", outputs=self.input_size, inputs=config.hidden_size)
             self.projection = maps.linear("per_layer_projection", outputs=config.hidden_size, inputs=self.input_size)
             self.behind_input = maker.vector("post_per_layer_input_norm.weight", config.hidden_size)

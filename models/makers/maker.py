@@ -28,7 +28,7 @@ from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType
 from runtime.linear.addends import Addend
 from runtime.linear.experts import ExpertsSource, ExpertsWeight
-from runtime.linear.latent import LatentMaps, can_expand
+from runtime.linear.latent import DeclaredHeads, LatentMaps, LatentSource, can_expand
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
@@ -315,9 +315,15 @@ class Maker(ABC):
         for weight in made:
             self._count(weight.size_bytes)
         keys, values = (ExpertsWeight(made[:count]), ExpertsWeight(made[count:])) if is_cpu else made[:2]
-        return LatentMaps(
-            count, keys, values, made[-1] if expands else None, key_dim, rotary_dim, latent_dim, value_dim
-        )
+        addend, source = None, self.options.addends
+        if isinstance(source, LatentSource):
+            addend = source.addend_of_heads(
+                DeclaredHeads(
+                    f"{self._prefix}{name}", heads.whole, heads.first, count, key_dim, value_dim, rotary_dim, latent_dim
+                )
+            )
+        expansion = made[-1] if expands else None
+        return LatentMaps(count, keys, values, expansion, key_dim, rotary_dim, latent_dim, value_dim, addend)
 
     def unrounded(self, *, takes_addends: bool = False) -> Self:
         """This maker for maps that are never quantised."""

@@ -491,12 +491,14 @@ def _riding(low_rank: LowRank | None) -> _low_rank.Riding | None:
 
 def latent_queries(
     q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor,
-    slot_mapping: Tensor,
+    slot_mapping: Tensor, added: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """See `ops.latent_queries`."""
     by_head = q.contiguous().view(-1, maps.num_heads, maps.head_dim)
     out = new((len(by_head), maps.num_heads, maps.row_dim))
     head_linear(by_head, maps.keys, out, maps.rotary_dim)
+    if added is not None:
+        out = added(by_head.view(len(by_head), -1), out)
     latent_prepare(by_head, out, latent.contiguous(), positions, rope, norm, pages, slot_mapping)
     return out
 

@@ -237,7 +237,8 @@ def low_rank(
 ) -> Tensor:  # fmt: skip
     """See `ops.low_rank`."""
     down, up = slots.down, slots.up
-    if (down.exact or x.shape[0] <= _ROWS_AT_ONCE) and up.shape[2] <= low_rank_kernel.MAX_RANKS:
+    is_at_once = down.exact or x.shape[0] <= _ROWS_AT_ONCE or slots.shape.num_slots > MAX_EXPERTS
+    if is_at_once and up.shape[2] <= low_rank_kernel.MAX_RANKS:
         return _low_rank_at_once(x, adapters, slots, residual, norm)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps, None)

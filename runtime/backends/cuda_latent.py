@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from numba_kernels.cuda import attention as _attention
 from numba_kernels.cuda import latent as _latent
 from runtime.backends.checks import fail
@@ -27,7 +29,7 @@ _plan_values = remembered(_latent.plan_values)
 
 def latent_queries(
     q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor,
-    slot_mapping: Tensor, out: Tensor | None = None,
+    slot_mapping: Tensor, out: Tensor | None = None, added: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """See `ops.latent_queries`."""
     tokens, heads, width = q.shape[0], maps.num_heads, maps.row_dim
@@ -45,7 +47,12 @@ def latent_queries(
             rope.sin.address, 0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address,
             slot_mapping.address, pages.address, q.strides[0], latent.strides[0], heads, tokens, norm.eps,
         )  # fmt: skip
-    return result
+    if added is None or not tokens:
+        return result
+    scaled = q.contiguous()
+    if rope.q_scales is not None:  # what is added is scaled, too
+        scaled = _prepared(q, latent, maps, positions, rope, norm, pages, slot_mapping)
+    return added(scaled, result)
 
 
 def latent_values(x: Tensor, maps: LatentMaps, out: Tensor | None = None) -> Tensor:
@@ -63,15 +70,22 @@ def latent_prepare(
     q: Tensor, latent: Tensor, maps: LatentMaps, batch: Batch, group: int, rope: RopeTable, norm: RmsNorm, pages: Tensor
 ) -> Tensor:
     """Queries that are not absorbed, rotated, ``[T, H (key_dim + R)]``; writes the tokens' rows."""
+    return _prepared(q, latent, maps, batch.positions, rope, norm, pages, batch.slot_mappings[group])
+
+
+def _prepared(
+    q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:  # fmt: skip
     result = Tensor.new(q.shape, q.dtype, q.device)
     launch = _plan_prepare(
         q.shape[0], maps.row_dim, q.dtype.ptx, rotary=maps.rotary_dim, interleaved=rope.interleaved,
         key_dim=maps.key_dim, pages=_kind_of(pages),
     )  # fmt: skip
     Gpu.of(q.device).launch(
-        launch, q.address, result.address, latent.address, batch.positions.address, rope.cos.address, rope.sin.address,
-        0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address,
-        batch.slot_mappings[group].address, pages.address, q.strides[0], latent.strides[0], maps.num_heads, norm.eps,
+        launch, q.address, result.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
+        0 if rope.q_scales is None else rope.q_scales.address, norm.weight.address, slot_mapping.address,
+        pages.address, q.strides[0], latent.strides[0], maps.num_heads, norm.eps,
     )  # fmt: skip
     return result
 

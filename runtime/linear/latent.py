@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from runtime.batch import NO_LONG_CHUNKS, LongChunk, LongChunks
+from runtime.batch import NO_LONG_CHUNKS, Batch, LongChunk, LongChunks
 from runtime.dtype import DType
 from runtime.later import later
 from runtime.linear.weight import LinearWeight
+from runtime.tensor.tensor import Tensor
 
 _attention = later("numba_kernels.cuda.attention")
 """It brings Numba's compiler for GPUs, which the cpu does without."""
@@ -22,6 +23,52 @@ _FLOPS, _LAUNCH_S = 4e14, 4e-6  # of a GPU with tensor cores: estimates
 def can_expand(dtype: DType, head_dim: int, value_dim: int, row_dim: int) -> bool:
     """Whether a GPU has kernels for expanded rows of these sizes."""
     return row_dim * dtype.itemsize % 16 == 0 and bool(_attention.can_expand(dtype.ptx, head_dim, value_dim))
+
+
+class DeclaredHeads(NamedTuple):
+    """The map ``name``, ``[heads (key_dim + value_dim), latent_dim]``, of which a rank has ``own_heads`` of
+    ``num_heads``, from ``first`` on."""
+
+    name: str
+    num_heads: int
+    first: int
+    own_heads: int
+    key_dim: int
+    value_dim: int
+    rotary_dim: int
+    latent_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.key_dim + self.rotary_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers of a latent row."""
+        return self.rotary_dim + self.latent_dim
+
+
+class LatentAddend(Protocol):
+    """The addend of both maps of each head."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no adapter has any."""
+
+    def add_queries(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
+        """``residual [T, H, row_dim]``, the queries of ``x [T, H head_dim]`` times the keys' maps, plus this."""
+
+    def add_values(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
+        """``residual [T, H value_dim]``, the results of ``x [T, H latent_dim]``, plus this."""
+
+
+@runtime_checkable
+class LatentSource(Protocol):
+    """A source that also has addends of latent attention."""
+
+    def addend_of_heads(self, declared: DeclaredHeads) -> LatentAddend:
+        """The addend of a layer's heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +88,7 @@ class LatentMaps:
             rotated part last, and its value, of a latent row; None where rows are not expanded.
         key_dim, rotary_dim, latent_dim, value_dim: numbers of a head's key without its rotated part, of that, of a
             row without it, and of a head's value.
+        addend: what adapters add to `keys` and `values`; None if the model takes no adapters.
     """
 
     num_heads: int
@@ -51,6 +99,7 @@ class LatentMaps:
     rotary_dim: int
     latent_dim: int
     value_dim: int
+    addend: LatentAddend | None = None
 
     @property
     def row_dim(self) -> int:

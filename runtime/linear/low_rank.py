@@ -20,6 +20,8 @@ from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.gpu_slots import Slots, new_slots
+from runtime.linear.latent import DeclaredHeads
+from runtime.linear.latent_adapters import LowRankHeads
 from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
@@ -117,6 +119,7 @@ class LowRankMaps:
         experts: those of layers' experts, by the first of the first expert's modules.
         table, head: those of the token table and the output head; None in a stage without it.
         routers: those of routers, by name.
+        heads: those of latent attention's heads, by their map's name.
         modules: (N, K) of each module, of all ranks together; a token table's are of one-hot rows.
         tables: names of the token table and the head.
         transposed: modules that checkpoints store inputs first.
@@ -130,6 +133,7 @@ class LowRankMaps:
         self.table: LowRankTable | None = None
         self.head: LowRankHead | None = None
         self.routers: dict[str, LowRankHead] = {}
+        self.heads: dict[str, LowRankHeads] = {}
         self.modules: dict[str, tuple[int, int]] = {}
         self.tables: set[str] = set()
         self.transposed: set[str] = set()
@@ -174,16 +178,23 @@ class LowRankMaps:
         self.modules[name] = rows, columns
         return self.routers[name]
 
+    def addend_of_heads(self, declared: DeclaredHeads) -> LowRankHeads:
+        """See `LatentSource`; heads that are declared again replace themselves."""
+        made = self.heads[declared.name] = LowRankHeads(declared, self.num_slots, self.rank)
+        self.modules[declared.name] = declared.num_heads * (declared.key_dim + declared.value_dim), declared.latent_dim
+        return made
+
     @property
-    def _all(self) -> Iterator[LowRankMap | LowRankExperts | LowRankTable | LowRankHead]:
+    def _all(self) -> Iterator[LowRankMap | LowRankExperts | LowRankHeads | LowRankTable | LowRankHead]:
         yield from self.maps.values()
         yield from self.experts.values()
+        yield from self.heads.values()
         yield from self.routers.values()
         yield from (each for each in (self.table, self.head) if each is not None)
 
     def allocate(self, options: LoadOptions) -> None:
-        """Makes the slots, once the model is loaded; those of experts, routers, towers, table and head are made when
-        an adapter has such changes."""
+        """Makes the slots, once the model is loaded; those of experts, latent attention's heads, routers, towers, table
+        and head are made when an adapter has such changes."""
         for each in self._all:
             each.allocate(options)
 
@@ -198,6 +209,7 @@ class LowRankMaps:
         pairs = {module: change for module, change in changes.items() if isinstance(change, Pair)}
         are_new = [each.write(slot, pairs) for each in self.maps.values()]
         are_new += [experts.write(slot, pairs) for experts in self.experts.values()]
+        are_new += [heads.write(slot, pairs) for heads in self.heads.values()]
         tables = (self.table, self.head, *self.routers.values())
         are_new += [table.write(slot, changes) for table in tables if table is not None]
         return any(are_new)

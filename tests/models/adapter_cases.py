@@ -67,6 +67,9 @@ CASES: dict[str, Case] = {
     ),
     "biases": Case("starcoder2_odd", target_modules=["q_proj", "c_fc"], more={"bias": "lora_only"}),
     "saved_map": Case("llama_default", r=2, target_modules=["q_proj"], more={"modules_to_save": ["down_proj"]}),
+    "latent": Case("deepseek_v3_odd", target_modules=r".*self_attn\.(q|kv|o)_.*proj.*"),
+    "latent_scaled": Case("mistral4_odd", r=5, target_modules=["kv_b_proj", "o_proj"], more={"lora_bias": True}),
+    "layer_inputs": Case("gemma4_inputs_odd"),
     "lfm2": Case("lfm2_odd", target_modules=r".*\.(in_proj|out_proj|w1|w2|q_proj)"),
 }  # fmt: skip
 

@@ -95,7 +95,7 @@ class Gemma4PictureModel(PictureDecoder, Gemma4Model):
         ids = batch.token_ids.clone()
         for each in batch.encoded:
             ids[each.first_token : each.first_token + each.rows[0].shape[0]] = self.config.padding
-        return self.layer_inputs(x, ids)
+        return self.layer_inputs(x, ids, batch)
 
 
 def read_gemma4_pictures(fields: Fields) -> Gemma4PictureConfig:

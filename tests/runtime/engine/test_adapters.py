@@ -330,7 +330,7 @@ def test_reloads_of_other_content_never_meet_old_answers(folders: Path, tmp_path
             assert answers[name] == expected[key][: len(answers[name])], (name, key)
 
 
-@pytest.mark.parametrize("name", ["mistral_wide_window", "qwen2_window"])
+@pytest.mark.parametrize("name", ["mistral_wide_window", "qwen2_window", "deepseek_v3_wide"])
 def test_ranks_answer_as_one(tmp_path: Path, name: str) -> None:
     golden = load_golden(name)
     write_model(tmp_path / "model", golden)
