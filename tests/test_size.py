@@ -18,8 +18,8 @@ MOST_LINES = {
     "runtime/emulator": 16_988,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_467,
-    "runtime/linear": 3_235,
+    "runtime/backends": 3_484,
+    "runtime/linear": 3_427,
     "runtime/kv": 1_687,
     "runtime/engine": 27_439,
     "runtime/text": 7_342,
@@ -28,11 +28,11 @@ MOST_LINES = {
     "runtime/images": 937,
     "runtime/commands": 3_068,
     "runtime/bench": 11_808,
-    "runtime": 3_618,
-    "models": 20_169,
+    "runtime": 3_634,
+    "models": 20_185,
     "server": 23_407,
     "tokenizer": 7_624,
-    "tools": 19_005,
+    "tools": 19_279,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -363,7 +363,7 @@ def test_a_copy_of_the_base_models_own_numbers_changes_nothing(tmp_path: Path) -
 
 
 def test_modules_are_found_by_their_place_in_a_layer() -> None:
-    pair: Any = object()
+    pair = Pair(np.zeros((1, 4), np.float32), np.zeros((4, 1), np.float32))
     names = ["model.language_model.layers.3.mlp.up_proj", "model.visual.blocks.3.mlp.up_proj", "lm_head"]
     found = resolve_modules({"language_model.model.layers.3.mlp.up_proj": pair}, names)
     assert found == {names[0]: pair}
@@ -372,3 +372,5 @@ def test_modules_are_found_by_their_place_in_a_layer() -> None:
     with pytest.raises(ModelLoadError, match="is a head of classes"):
         resolve_modules({"score": pair}, names)
     assert resolve_modules({"model.lm_head": pair}, names) == {"lm_head": pair}
+    of_nothing = Pair(np.zeros((1, 0), np.float32), np.zeros((4, 1), np.float32))  # there are no shared experts
+    assert resolve_modules({"model.layers.0.mlp.shared_experts.down_proj": of_nothing}, names) == {}
