@@ -51,7 +51,7 @@ from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.rows import scale_floats
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at, int64_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at, int64_at, new_lines
 from numba_kernels.cpu.target import LANES
 
 GROUP_ROWS, WIDE_GROUP_ROWS = 64, 32  # a group has so many rows, or one token's where more heads share a KV head
@@ -299,7 +299,7 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
         sizes = capacity * a.head_dim, TILE_ROWS * CHUNK_TOKENS, capacity * width
         size = sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS
         pairs = sizes[0] // 2 + LANES, a.head_dim // 2 * CHUNK_TOKENS, CHUNK_TOKENS // 2 * width
-        work = np.empty(size + (pairs[0] + pairs[1] + pairs[2] if rounds else 0), np.float32)
+        work = new_lines(size + (pairs[0] + pairs[1] + pairs[2] if rounds else 0))
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
@@ -466,7 +466,7 @@ def merge_kernel() -> Kernel:
         first_token = (group - group_starts[seq]) * a.group_tokens
         tokens = min(a.group_tokens, np.int64(query_start[seq + 1] - query_start[seq]) - first_token)
         rows = tokens * share
-        work = np.empty(rows * (width + 2), np.float32)
+        work = new_lines(rows * (width + 2))
         total = triple(address(work), rows, width)
         _clear(total, rows, width)
         size = a.group_tokens * share * (width + 2)

@@ -57,7 +57,7 @@ from numba_kernels.cpu.gemm.unpacked_blocks import (
 )
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.layout import AMX_ROWS, DOT, GEMM_ROWS, INT8_ROWS, PANEL_COLUMNS, TILE_VECTORS
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, int64_at, new_array
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, int64_at, new_array, new_lines
 from numba_kernels.cpu.target import LANES
 from numba_kernels.split_k import SEGMENTS
 
@@ -298,11 +298,11 @@ def product_parts(stored: Any) -> ProductParts:
         block_words = max(1, -(-longest // (num_blocks * span))) * span
         num_slots = _NUM_SLOTS if is_cut else 0 if num_blocks == 1 else 1
         slot_rows = max(rows, GEMM_ROWS)  # a lone tile's panels lie side by side, as far as its accumulators go round
-        slots = np.empty((num_slots, slot_rows, PANEL_COLUMNS), np.float32)
+        slots = new_lines(num_slots * slot_rows * PANEL_COLUMNS)
         slot_bytes = slot_rows * _PANEL_ROW_BYTES
         step = -(-_PANEL_ROW_BYTES // (last_tile - first_tile))
         if has_buffer and is_buffered:
-            buffer = np.empty((block_words // span * buffer_words, PANEL_COLUMNS), np.float32)
+            buffer = new_lines(block_words // span * buffer_words * PANEL_COLUMNS)
             step = -(-step // parts)
         expanded, has_sums = 0, 0
         expanding = max(1, _EXPANDED_VALUES // (rows * PANEL_COLUMNS))

@@ -37,7 +37,7 @@ from numba_kernels.cpu.latent.tiles import (
 )
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, copy_bytes, float32_at, int32_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, copy_bytes, float32_at, int32_at, new_lines
 from numba_kernels.cpu.target import LANES
 from numba_kernels.latent_rows import GROUP
 
@@ -124,7 +124,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
         sizes = fours * steps * LANES, block_fours * SCORE_BYTES // 4, fours * LANES
         kept_stride = -(-a.width // MOST_LANES) * MOST_LANES if in_bytes else a.row_stride  # numbers
         widened_size = (CHUNK_TOKENS * kept_stride + MOST_LANES) if is_widened else 0
-        work = np.empty(sizes[0] + 2 * sizes[1] + 4 * sizes[2] + 2 * (out_size + 2 * rows) + widened_size, np.float32)
+        part_size = out_size + -(-2 * rows // LANES) * LANES
+        work = new_lines(sizes[0] + 2 * sizes[1] + 4 * sizes[2] + 2 * part_size + widened_size)
         queries_at = address(work)
         scores_at = queries_at + sizes[0] * 4
         weights_at = scores_at + sizes[1] * 4 if pairs else scores_at
@@ -133,8 +134,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
         factors_at = sums_at + sizes[2] * 4
         ends_at = factors_at + sizes[2] * 4
         out_at = ends_at + sizes[2] * 4
-        total_at = out_at + (out_size + 2 * rows) * 4
-        widened_at = total_at + (out_size + 2 * rows) * 4
+        total_at = out_at + part_size * 4
+        widened_at = total_at + part_size * 4
         maxima, sums = float32_at(maxima_at, sizes[2]), float32_at(sums_at, sizes[2])
         ends = int32_at(ends_at, sizes[2])
         part = out_at, out_at + out_size * 4, out_at + (out_size + rows) * 4

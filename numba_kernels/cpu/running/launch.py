@@ -192,3 +192,12 @@ def int64_at(address, size):
 def address(array):
     """The address of a local array, as a signed integer (numba would make a float of unsigned plus signed)."""
     return np.int64(array.ctypes.data)
+
+
+@njit
+def new_lines(count):
+    """``count`` new floats, undefined, that begin with a cache line: numba's own arrays may lie half a line off, and
+    then each whole vector of AVX-512 crosses one."""
+    memory = np.empty(count + 16, np.float32)
+    start = -address(memory) % 64 // 4
+    return memory[start : start + count]
