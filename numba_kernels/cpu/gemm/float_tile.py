@@ -30,7 +30,7 @@ from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu.gemm.block_tile import BlockSums
 from numba_kernels.cpu.gemm.e4m3_tile import UNPACKED, E4m3Sums
 from numba_kernels.cpu.gemm.int8_tile import Int8Sums
-from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, UnpackedSums, WideSums
+from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, UNPACKED_ROWS, UnpackedSums, WideSums
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
 from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
@@ -71,9 +71,8 @@ def gemm_tile_of(stored):
             names = "x words panel panel_stride scales bias residual residual_stride out out_stride columns partial"
             operands = dict(zip(f"{names} is_first is_last ahead step".split(), args))
             done = builder.append_basic_block("tile.done")
-            shapes = {
-                (height, count) for height in range(1, GEMM_ROWS + 1) for count in {1, panels_at_once(stored, height)}
-            }
+            most = UNPACKED_ROWS if isinstance(stored, str) and stored.startswith(PREFIX) else GEMM_ROWS
+            shapes = {(height, count) for height in range(1, most + 1) for count in {1, panels_at_once(stored, height)}}
             which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
             switch = builder.switch(which, done)
             for height, count in sorted(shapes):

@@ -51,13 +51,23 @@ from numba_kernels.cpu.gemm.low_rank import EXPAND, MOST_LINES, SHRINK, Riding, 
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.gemm.unpacked_blocks import (
     PREFIX,
+    UNPACKED_ROWS,
     group_row_words,
     unpack_blocks_of,
     unpacked_words,
 )
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.layout import AMX_ROWS, DOT, GEMM_ROWS, INT8_ROWS, PANEL_COLUMNS, TILE_VECTORS
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, int64_at, new_array, new_lines
+from numba_kernels.cpu.running.launch import (
+    Fields,
+    Kernel,
+    address,
+    address_of,
+    float32_at,
+    int64_at,
+    new_array,
+    new_lines,
+)
 from numba_kernels.cpu.target import LANES
 from numba_kernels.split_k import SEGMENTS
 
@@ -150,10 +160,17 @@ def _narrow_rows(stored: Any) -> int:
     return INT8_ROWS if stored is np.uint8 else GEMM_ROWS
 
 
+def _wide_rows(stored: Any) -> int:
+    """The most rows of a wide tile."""
+    if uses_amx(stored):
+        return AMX_ROWS
+    return UNPACKED_ROWS if unpacks(stored) and not BLOCKS[stored].is_e4m3 else GEMM_ROWS
+
+
 @functools.cache
 def tile_counter(stored: Any) -> Callable[[int], int]:
     """A function of a number of rows: the fewest tiles for them. Kernels compile it."""
-    most_narrow, wide_rows = most_narrow_rows(stored), AMX_ROWS if uses_amx(stored) else GEMM_ROWS
+    most_narrow, wide_rows = most_narrow_rows(stored), _wide_rows(stored)
     narrow_rows = _narrow_rows(stored)
 
     @name_by_content
@@ -167,7 +184,7 @@ def tile_counter(stored: Any) -> Callable[[int], int]:
 
 def most_tiles(stored: Any, rows: int, groups: int) -> int:
     """An upper bound of the tiles of so many groups of rows, which have ``rows`` rows together."""
-    return min(rows, -(-rows // _narrow_rows(stored)) + groups)
+    return min(rows, -(-rows // min(_narrow_rows(stored), _wide_rows(stored))) + groups)
 
 
 class ProductParts(NamedTuple):

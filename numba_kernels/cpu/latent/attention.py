@@ -146,6 +146,11 @@ def latent_attention_kernel(stored: type) -> Kernel:
         stored_at = values_at + _HALVES * 8  # and the rows in pages, of this chunk and of the next one
         ahead_at = stored_at + ahead_tokens // HALF_TOKENS * 8
 
+        first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
+        if a.num_segments > 1:
+            first_segment = work_item % items * a.item_segments
+            last_segment = min(first_segment + a.item_segments, a.num_segments)
+
         queries = float32_at(queries_at, sizes[0])
         for i in range((fours - 1) * steps * LANES, fours * steps * LANES):
             queries[i] = np.float32(0.0)  # rows that fill up the last four
@@ -157,10 +162,6 @@ def latent_attention_kernel(stored: type) -> Kernel:
             end = first_position + row // a.heads + 1 if row < rows else 0
             ends[row * FOUR : (row + 1) * FOUR] = end
 
-        first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
-        if a.num_segments > 1:
-            first_segment = work_item % items * a.item_segments
-            last_segment = min(first_segment + a.item_segments, a.num_segments)
         is_merged = a.num_segments == 1 and last_segment > 1
         if is_merged:
             out, total_rows = float32_at(total[0], rows * out_width), float32_at(total[1], 2 * rows)
@@ -170,6 +171,11 @@ def latent_attention_kernel(stored: type) -> Kernel:
                 total_rows[row], total_rows[rows + row] = np.float32(-np.inf), np.float32(0.0)
         for current in range(first_segment, last_segment):
             start, stop = current * SEGMENT_TOKENS, min(last_key, (current + 1) * SEGMENT_TOKENS)
+            size = a.group_tokens * a.heads * (out_width + 2) * 4
+            partial = triple(a.partial + (group * a.num_segments + current) * size, rows, out_width)
+            if a.num_segments > 1 and rows % FOUR == 0:  # no row fills up the last four, so sums arise in their place
+                part = partial
+                out_at = partial[0]
             for i in range(sizes[2]):
                 maxima[i], sums[i] = np.float32(-np.inf), np.float32(0.0)
             for chunk in range(start, stop, CHUNK_TOKENS):
@@ -223,13 +229,11 @@ def latent_attention_kernel(stored: type) -> Kernel:
                     )  # fmt: skip
             _compact(maxima_at, rows, part[1])
             _compact(sums_at, rows, part[2])
-            if a.num_segments > 1:
-                size = a.group_tokens * a.heads * (out_width + 2) * 4
-                partial = triple(a.partial + (group * a.num_segments + current) * size, rows, out_width)
+            if a.num_segments > 1 and rows % FOUR:
                 if start < stop:
                     copy_bytes(partial[0], part[0], rows * out_bytes)
                 copy_bytes(partial[1], part[1], 2 * rows * 4)
-            elif is_merged:
+            if is_merged:
                 merge(total, part, rows, out_width)
         if a.num_segments == 1:
             target = a.out + first_row * a.value_dim * 4
