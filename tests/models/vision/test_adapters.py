@@ -39,7 +39,7 @@ def words_of(model: Any, rows: Any) -> Any:
     """The rows that the tower made, without those of tokens that end lines."""
     if model.line_ends is None:
         return rows
-    ends = {each.tobytes() for each in np.asarray(model.embed_tokens.numpy())[list(model.line_ends)]}
+    ends = {each.tobytes() for each in np.asarray(model.embed_tokens.to("cpu").numpy())[list(model.line_ends)]}
     return np.stack([row for row in rows if row.tobytes() not in ends])
 
 
