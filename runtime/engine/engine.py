@@ -353,6 +353,8 @@ class Engine:
             self.executor.record()
             if (stored := self.scheduler.stored) is not None:
                 stored.write_some(is_idle=True)
+                if stored.longest_warm:
+                    self.executor.expect(min(stored.longest_warm, self.limits.max_model_len))
 
     def rest_long(self) -> None:
         """``rest``, and what is not for the moment between two requests: read back prefixes of an earlier engine."""

@@ -190,6 +190,9 @@ class ParallelExecutor:
         if self.local.lacks_recording:
             self.together(Record(), self.local.record_together)
 
+    def expect(self, seq_len: int) -> None:
+        """Nothing: ranks record together, what has come."""
+
     def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int], adapter: int = -1) -> None:
         message = StartEncoding(slot, np.ascontiguousarray(patches), grid, adapter)
         self.together(message, lambda: self.local.start_encoding(slot, patches, grid, adapter))

@@ -131,6 +131,7 @@ class StoredPrefixes:
 
     num_restored  tokens of prefixes that were read back
     num_written   pages that were handed to the store
+    longest_warm  tokens of the longest prefix that was read back without being asked for
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class StoredPrefixes:
         picture_of: Callable[[int], bytes | None] | None = None,
     ) -> None:
         self._fingerprint = fingerprint.encode()
-        self.num_restored = self.num_written = 0
+        self.num_restored = self.num_written = self.longest_warm = 0
         self._pool, self.pages, self._store = pool, pages, store
         self._picture_of = picture_of
         self._waiting: deque[tuple[int, CachedBlock]] = deque()  # group and content: to be written
@@ -283,6 +284,8 @@ class StoredPrefixes:
             return True
         if work.runs:
             return False
+        if self._is_warming:
+            self.longest_warm = max(self.longest_warm, work.wanted.num_tokens)
         self._restoring = None
         self._record(work)
         return True

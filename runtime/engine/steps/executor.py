@@ -295,6 +295,11 @@ class Executor(Protocol):
         """Make the recording that the last step lacked, if there is one; to be called between two steps."""
         ...
 
+    def expect(self, seq_len: int) -> None:
+        """While the engine is idle: prepare steps like the latest for sequences of this length, of at most the model's.
+        It may do nothing."""
+        ...
+
     def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int], adapter: int = -1) -> None:
         """Begin to encode an image of ``grid`` rows and columns of ``patches [rows * columns, patch_bytes]`` into a
         free slot, with the adapter that lies in this slot of adapters, or -1. Raises UnsupportedStepError if the model

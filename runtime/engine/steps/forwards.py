@@ -50,6 +50,8 @@ NUM_REMEMBERED = 1024
 """Shapes that came and were not recorded; the oldest is dropped first."""
 WAITING = 1.25
 """The GPU waits for launches if it takes at most so many times as long as they do."""
+_FEW_TOKENS = 16
+"""A prompt's last chunk, after the end of a turn or a page, has at most so many; such passes recur."""
 _WIDTHS = (2, 4, 8)
 """Tokens of a sequence in a step with drafts; attention over few queries takes up to eight at one's cost."""
 
@@ -96,6 +98,7 @@ class ForwardRecordings:
         self.recordings: Recordings[Shape, _Recorded] = Recordings(recorder.most_kept)
         self._seen: dict[Shape, Stopwatch | None] = {}  # None if it kept the GPU busy
         self.looks_at_times = recorder.device.kind == "cuda"
+        self._latest_few: tuple[Shape, StepLayout, Forward, SamplingArrays | None] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -121,6 +124,8 @@ class ForwardRecordings:
             self._write(found, layout, samples)
         elif may_record and self._is_worth_recording(shape):
             found = self._record(shape, layout, forward, samples)
+        if found is not None and self._is_cpu and shape.num_tokens <= _FEW_TOKENS:
+            self._latest_few = shape, layout, forward, samples
         if found is None:
             batch = layout.batch(self._recorder.device, exact=self._limits.exact)
             return self._run_timed(shape, batch, forward) if may_record else forward(batch)
@@ -131,9 +136,19 @@ class ForwardRecordings:
             return left
         return left._replace(logits=left.logits[: layout.num_logits])
 
+    def expect(self, seq_len: int) -> None:
+        """Record the latest pass of few tokens for sequences of this length, too, if it was for shorter ones. On a CPU,
+        where nothing runs meanwhile: the first step of a long prompt that was read back then costs what others do."""
+        if self._latest_few is None or self.recordings.has_given_up:
+            return
+        shape, *work = self._latest_few
+        longer = shape._replace(max_seq_len=self._lengths[bisect_left(self._lengths, seq_len)])
+        if longer.max_seq_len > shape.max_seq_len and longer not in self.recordings.kept:
+            self._record(longer, *work)
+
     def release(self) -> None:
         """Free the memory; nothing is run any more."""
-        self.recordings.has_given_up = True
+        self.recordings.has_given_up, self._latest_few = True, None
         self.recordings.clear()
         self._recorder.release()
         self._memory = None

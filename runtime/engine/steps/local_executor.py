@@ -252,6 +252,11 @@ class LocalExecutor:
         if self.graphs is not None:
             self.graphs.record()
 
+    def expect(self, seq_len: int) -> None:
+        if self.graphs is not None:
+            self.synchronize()
+            self.graphs.forwards.expect(seq_len)
+
     @property
     def lacks_recording(self) -> bool:
         """Whether `record` has something to do."""

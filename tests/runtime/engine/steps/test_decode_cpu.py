@@ -181,6 +181,30 @@ def test_steps_of_one_shape_are_recorded_once(tmp_path: Path, monkeypatch: pytes
     check_equal(answers["on"], answers["off"])
 
 
+def test_passes_of_few_tokens_are_recorded_for_the_length_that_is_expected(tmp_path: Path) -> None:
+    """The last chunk of a long prompt, of as many tokens as a short prompt before it, records nothing."""
+    folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
+    change_config(folder, max_position_embeddings=300)
+    short = request("short", range(3, 9), max_tokens=1)
+    long = request("long", [3 + place % 40 for place in range(206)], max_tokens=1)
+    answers = {}
+    for mode in ("on", "off"):
+        engine = new_engine(
+            folder, "cpu", decode_graphs=mode, max_num_batched_tokens=200, max_model_len=300, num_blocks=90
+        )
+        kept: list[int] = []
+        for each in (short, long):
+            engine.add(each)
+            answers[mode, each.request_id] = run_to_end(engine)
+            for _ in range(2):
+                engine.executor.expect(206)
+                kept.append(engine.stats().num_recorded_forwards)
+        assert kept == ([2, 2, 3, 3] if mode == "on" else [0] * 4)
+        engine.close()
+    for each in (short, long):
+        check_equal(answers["on", each.request_id], answers["off", each.request_id])
+
+
 def test_a_replaying_step_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs as a recording that is there, or at once; the answers are the same."""
     folder = write_model(tmp_path, load_golden("llama_default"))
