@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_484,
     "runtime/linear": 3_427,
     "runtime/kv": 1_687,
-    "runtime/engine": 27_439,
+    "runtime/engine": 27_472,
     "runtime/text": 7_342,
     "runtime/llm": 1_948,
     "runtime/parallel": 2_152,

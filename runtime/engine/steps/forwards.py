@@ -141,10 +141,10 @@ class ForwardRecordings:
         where nothing runs meanwhile: the first step of a long prompt that was read back then costs what others do."""
         if self._latest_few is None or self.recordings.has_given_up:
             return
-        shape, *work = self._latest_few
+        shape, layout, forward, samples = self._latest_few
         longer = shape._replace(max_seq_len=self._lengths[bisect_left(self._lengths, seq_len)])
         if longer.max_seq_len > shape.max_seq_len and longer not in self.recordings.kept:
-            self._record(longer, *work)
+            self._record(longer, layout, forward, samples)
 
     def release(self) -> None:
         """Free the memory; nothing is run any more."""
