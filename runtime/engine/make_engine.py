@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -60,7 +59,7 @@ from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel
 from runtime.engine.weights.loader import Loader
-from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.kv.cache import KVCache
 from runtime.later import later
 from runtime.linear.low_rank import LowRankMaps
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -163,7 +162,8 @@ def load_declared(
     logger.info("loading %s on %s", declared.folder, declared.options.device)
     read_rule(declared.model, declared.folder, config.mmproj)
     limits = limits_of(declared.model, config)
-    _say_states(declared.model.kv_cache_spec(config.block_size), limits)
+    if (most := declared.model.kv_cache_spec(config.block_size).most_states(limits.pool_sizes)) is not None:
+        logger.info("the recurrent states of %d sequences fit, those of cached prefixes included", most)
     return _with_numbers(declared, config, limits.max_model_len, reporter, communicator)
 
 
@@ -188,15 +188,6 @@ def _with_numbers(
         maps.allocate(LoadOptions(device=loaded.device, dtype=loaded.dtype, exact=config.exact))
         logger.info("slots for adapters: %d of rank %d, %s bytes", maps.num_slots, maps.rank, f"{maps.size_bytes:,}")
     return loaded
-
-
-def _say_states(spec: KVCacheSpec, limits: EngineLimits) -> None:
-    """Logs how many sequences' states fit."""
-    pages = Counter[int]()  # by pool: those of a sequence's states
-    for pool, kind in zip(spec.group_pools, spec.group_kinds):
-        pages[pool] += 0 if kind.follows_tokens else kind.table_pages(1, spec.block_size)
-    if fit := [limits.pool_sizes[pool] // count for pool, count in pages.items() if count]:
-        logger.info("the recurrent states of %d sequences fit, those of cached prefixes included", min(fit))
 
 
 def engine_over(

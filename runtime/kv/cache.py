@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -215,6 +216,18 @@ class KVCacheSpec:
     def bytes_per_token(self) -> int:
         """Bytes of one token that all groups of pages of tokens hold, padding included."""
         return sum(self.block_bytes[each.pool] for each in self.groups if each.kind.follows_tokens) // self.block_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one page of each group of states."""
+        return sum(self.block_bytes[each.pool] for each in self.groups if not each.kind.follows_tokens)
+
+    def most_states(self, pool_sizes: Sequence[int]) -> int | None:
+        """How many sequences' states fit pools of so many pages; None without states."""
+        pages = Counter[int]()  # by pool: those of a sequence's states
+        for pool, kind in zip(self.group_pools, self.group_kinds):
+            pages[pool] += 0 if kind.follows_tokens else kind.table_pages(1, self.block_size)
+        return min((pool_sizes[pool] // count for pool, count in pages.items() if count), default=None)
 
 
 class KVCache:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from numba_kernels.cuda.gemm.hopper import ARCH as HOPPER
 from runtime.device.device import Device
 from runtime.device.errors import DriverTooOldError, InvalidDeviceError, NoDriverError
 from runtime.device.gpu import Gpu
@@ -57,3 +58,9 @@ def gpu(hardware: str) -> Iterator[Gpu]:
     gc.collect()
     device.allocator.check_integrity()
     assert device.allocator.statistics.requested_bytes <= before, "the test has left memory in use"
+
+
+@pytest.fixture
+def on_hopper(gpu: Gpu) -> None:
+    if gpu.arch != HOPPER:
+        pytest.skip(f"needs {HOPPER}; {gpu.device} is {gpu.arch}")

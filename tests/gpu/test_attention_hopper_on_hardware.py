@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from numba_kernels.cuda.attention.flash_hopper import ARCH
-from runtime.device.gpu import Gpu
 from tests.gpu.reuse import on_hardware
 from tests.numba_kernels.cuda import test_attention_hopper as hopper
 
-
-@pytest.fixture(autouse=True)
-def is_hopper(gpu: Gpu) -> None:
-    if gpu.arch != ARCH:
-        pytest.skip(f"needs {ARCH}; {gpu.device} is {gpu.arch}")
-
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 test_equals_float64 = on_hardware(hopper.test_equals_float64)
 test_head_dims = on_hardware(hopper.test_head_dims)

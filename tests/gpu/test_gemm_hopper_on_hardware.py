@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from numba_kernels.cuda.gemm.hopper import ARCH
-from runtime.device.gpu import Gpu
 from tests.gpu.reuse import on_hardware
 from tests.numba_kernels.cuda import test_gemm_fused as fused
 from tests.numba_kernels.cuda import test_gemm_hopper as hopper
 from tests.numba_kernels.cuda import test_hopper_intrinsics as intrinsics
 
-
-@pytest.fixture(autouse=True)
-def is_hopper(gpu: Gpu) -> None:
-    if gpu.arch != ARCH:
-        pytest.skip(f"needs {ARCH}; {gpu.device} is {gpu.arch}")
-
+pytestmark = pytest.mark.usefixtures("on_hopper")
 
 test_equals_float64 = on_hardware(hopper.test_equals_float64)
 test_integers_on_few_multiprocessors = on_hardware(hopper.test_integers_are_exact_on_few_multiprocessors)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -68,3 +69,16 @@ def running(app: ServerApplication) -> Iterator[str]:
             server.should_exit = True
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "the server did not stop"
+
+
+def raw_exchange(url: str, *parts: bytes) -> bytes:
+    """All that the server sends until it closes the connection."""
+    address = urlsplit(url)
+    assert address.hostname is not None
+    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
+        for part in parts:
+            connection.sendall(part)
+        received = b""
+        while data := connection.recv(65536):
+            received += data
+        return received

@@ -128,8 +128,7 @@ def draft_state_bytes(draft: Draft | None, config: EngineConfig) -> int:
     """A draft model's recurrent states lie beside the blocks."""
     if draft is None or isinstance(draft, PageDrafter):
         return 0
-    spec = draft.kv_cache_spec(config.block_size)
-    num_bytes = sum(spec.block_bytes[group.pool] for group in spec.groups if not group.kind.follows_tokens)
+    num_bytes = draft.kv_cache_spec(config.block_size).state_bytes
     return num_bytes * PAGES_OF_STATE * min(MOST_STATES, config.max_num_seqs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from runtime import ops
 from runtime.batch import Batch, EncodedTokens
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import ModelDriver
@@ -233,3 +234,20 @@ def run_cut(
         complete(batch, start)
 
     return ModelDriver(model, complete=with_pictures, block_size=8).in_pieces(ids, sizes)
+
+
+def seeing_each_other(model: Any, spans: Sequence[tuple[int, int]]) -> Callable[[Batch, int], None]:
+    """`run_cut`'s `complete` for pictures whose tokens see each other: the first token of each, and the one after it.
+    No chunk ends within one."""
+
+    def complete(batch: Batch, start: int) -> None:
+        end = start + batch.num_tokens
+        until = np.arange(start + 1, end + 1, dtype=np.int32)
+        for first, after in spans:
+            if start <= first < end:
+                assert after <= end
+                until[first - start : after - start] = after
+        if batch.encoded and spans:
+            (batch.bidirectional_until,) = ops.place([until], model.device)
+
+    return complete

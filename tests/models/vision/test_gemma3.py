@@ -13,12 +13,10 @@ import pytest
 
 from models.families.gemma import Gemma3VisionModel
 from models.registry import load_model
-from runtime import ops
-from runtime.batch import Batch
 from runtime.engine.scheduling.pictures import Picture, runs_of
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
-from tests.models.vision.cases import encoded_by_pieces, load_golden, run_cut, write_golden
+from tests.models.vision.cases import encoded_by_pieces, load_golden, run_cut, seeing_each_other, write_golden
 from tests.models.vision.square_cases import GEMMA3 as CASES
 from tests.models.vision.square_cases import num_tokens_of, patches_of, prompt_of, side_of
 from tests.models.vision.test_llava import OLD_NAMES
@@ -38,17 +36,7 @@ def run(model: Gemma3VisionModel, case: str, ids: list[int], sizes: list[int], *
     firsts, pictures = prompt_of(case)[1], encoded(model, case)
     spans = runs_of([Picture(b"", first, 1, num_tokens_of(case)) for first in firsts])
 
-    def complete(batch: Batch, start: int) -> None:
-        end = start + batch.num_tokens
-        until = np.arange(start + 1, end + 1, dtype=np.int32)
-        for first, behind in spans:
-            if start <= first < end:
-                assert behind <= end
-                until[first - start : behind - start] = behind
-        if batch.encoded and not is_causal:
-            (batch.bidirectional_until,) = ops.place([until], model.device)
-
-    return run_cut(model, ids, firsts, pictures, sizes, complete)
+    return run_cut(model, ids, firsts, pictures, sizes, seeing_each_other(model, [] if is_causal else spans))
 
 
 def asked(case: str) -> tuple[list[int], int]:

@@ -13,11 +13,9 @@ import pytest
 
 from models.families.pictures.gemma4_pictures import Gemma4PictureModel
 from models.registry import load_model
-from runtime import ops
-from runtime.batch import Batch
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
-from tests.models.vision.cases import encoded_by_pieces, load_golden, run_cut, write_golden
+from tests.models.vision.cases import encoded_by_pieces, load_golden, run_cut, seeing_each_other, write_golden
 from tests.models.vision.gemma4_cases import CASES, SEEDS, num_tokens, patches_of, prompt_of
 
 DEVICES = ("emulated:sm_80", "emulated:sm_90a")
@@ -32,22 +30,10 @@ def loaded(folder: Path, case: str, **options: Any) -> Gemma4PictureModel:
 def run(
     model: Gemma4PictureModel, case: str, ids: list[int], sizes: list[int], pictures: list[tuple[Tensor, ...]]
 ) -> Any:
-    firsts = prompt_of(case)[1]
+    firsts, is_whole = prompt_of(case)[1], model.whole_picture_tokens is not None
     spans = [(first, first + num_tokens(index)) for index, first in enumerate(firsts)]
 
-    def complete(batch: Batch, start: int) -> None:
-        end = start + batch.num_tokens
-        until = np.arange(start + 1, end + 1, dtype=np.int32)
-        for first, after in spans:
-            if start <= first < end:
-                assert after <= end
-                until[first - start : after - start] = after
-        if batch.encoded and model.whole_picture_tokens is not None:
-            (batch.bidirectional_until,) = ops.place([until], model.device)
-
-    if model.whole_picture_tokens is None:
-        return run_cut(model, ids, firsts, pictures, sizes)
-    return run_cut(model, ids, firsts, pictures, sizes, complete)
+    return run_cut(model, ids, firsts, pictures, sizes, seeing_each_other(model, spans if is_whole else []))
 
 
 def asked(case: str) -> tuple[list[int], int]:

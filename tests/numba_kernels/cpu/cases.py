@@ -11,6 +11,7 @@ import numpy as np
 from runtime.batch import Batch
 from runtime.dtype import DType
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 WEIGHT_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -84,3 +85,18 @@ def paged_case(
         max_seq_len=max([0, *lengths]),
     )
     return PagedCase(cache, batch, keys, values, normal(rng, (int(starts[-1]), heads, head_dim)))
+
+
+def filled(num_rows: int, **values) -> SamplingArrays:
+    """Neutral parameters with some fields set, each to one value for all rows or to a sequence."""
+    params = SamplingArrays.neutral(num_rows)
+    for name, value in values.items():
+        getattr(params, name)[:] = value
+    return params
+
+
+def set_lists(params: SamplingArrays, name: str, rows: list[list[int]]) -> None:
+    setattr(params, f"{name}_ids", np.array([token for row in rows for token in row], np.int32))
+    ends = np.cumsum([*map(len, rows)]).astype(np.int32)
+    setattr(params, f"{name}_start", np.append(np.int32(0), ends[:-1]))
+    setattr(params, f"{name}_end", ends)

@@ -12,24 +12,8 @@ from numba_kernels.cpu.sampling import FIELDS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
-from tests.numba_kernels.cpu.cases import normal, tensor
+from tests.numba_kernels.cpu.cases import filled, normal, set_lists, tensor
 from tests.oracles import sampling as oracle
-
-
-def _fill(num_rows: int, **values) -> SamplingArrays:
-    """Neutral parameters with some fields set, each to one value for all rows or to a sequence."""
-    params = SamplingArrays.neutral(num_rows)
-    for name, value in values.items():
-        getattr(params, name)[:] = value
-    return params
-
-
-def _lists(params: SamplingArrays, name: str, rows: list[list[int]]) -> None:
-    setattr(params, f"{name}_ids", np.array([token for row in rows for token in row], np.int32))
-    ends = np.cumsum([*map(len, rows)]).astype(np.int32)
-    setattr(params, f"{name}_start", np.append(np.int32(0), ends[:-1]))
-    setattr(params, f"{name}_end", ends)
-
 
 FILTERS = [
     {}, {"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 1}, {"top_k": 7}, {"top_k": 10_000}, {"top_k": -1},
@@ -49,7 +33,7 @@ def test_draws_what_the_oracle_draws(vocab, filters):
         logits[1] = np.round(logits[1])  # many ties
         logits[2, ::3] = -np.inf
     settings = {"temperature": 1.0, **filters}
-    params = _fill(rows, seed=[3, 2**63 + 5, 77], choice_index=[0, 1, 2], position=[0, 9, 100_000], **settings)
+    params = filled(rows, seed=[3, 2**63 + 5, 77], choice_index=[0, 1, 2], position=[0, 9, 100_000], **settings)
     drawn = ops.sample(tensor(logits), params)
     assert drawn.ok.all()
     for row in range(rows):
@@ -64,7 +48,7 @@ def test_draws_follow_the_distribution(filters):
     logits = normal(np.random.default_rng(5), (1, 37)) * 2
     draws = 20_000
     settings = {"temperature": 1.0, **filters}
-    params = _fill(draws, position=np.arange(draws), seed=11, **settings)
+    params = filled(draws, position=np.arange(draws), seed=11, **settings)
     tokens = ops.sample(tensor(np.repeat(logits, draws, 0)), params).token_ids
     ids, probabilities = oracle.kept_tokens(logits[0], **settings)
     assert set(tokens) <= set(ids)
@@ -80,11 +64,11 @@ def test_a_draw_depends_on_seed_choice_and_position_alone():
     logits = normal(np.random.default_rng(1), (1, 500))
     many = np.repeat(logits, 64, 0)
     rows = np.arange(64)
-    params = _fill(64, temperature=1.0, seed=rows // 16, choice_index=rows // 4 % 4, position=rows % 4)
+    params = filled(64, temperature=1.0, seed=rows // 16, choice_index=rows // 4 % 4, position=rows % 4)
     tokens = ops.sample(tensor(many), params).token_ids
     assert len(set(tokens.tolist())) > 30
     for row in (0, 17, 63):
-        one = _fill(1, temperature=1.0, seed=row // 16, choice_index=row // 4 % 4, position=row % 4)
+        one = filled(1, temperature=1.0, seed=row // 16, choice_index=row // 4 % 4, position=row % 4)
         assert ops.sample(tensor(logits), one).token_ids[0] == tokens[row]
 
 
@@ -94,7 +78,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest(vocab):
     original = logits.copy()
     expected = logits.argmax(-1)
     for temperature in (0.0, 9e-6):
-        drawn = ops.sample(tensor(logits), _fill(5, temperature=temperature, top_k=3, top_p=0.5))
+        drawn = ops.sample(tensor(logits), filled(5, temperature=temperature, top_k=3, top_p=0.5))
         np.testing.assert_array_equal(drawn.token_ids, expected)
         assert drawn.ok.all()
     np.testing.assert_array_equal(logits, original)
@@ -112,10 +96,10 @@ def test_masks_bias_and_penalties_act_before_the_argmax():
     ]
     allowed = rng.random((rows, vocab)) < 0.8
     repetition, presence, frequency = rng.uniform(0.5, 2, rows), rng.uniform(-2, 2, rows), rng.uniform(-2, 2, rows)
-    params = _fill(rows, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
-    _lists(params, "prompt", prompts)
-    _lists(params, "output", outputs)
-    _lists(params, "bias", [[t for t, _ in row] for row in biases])
+    params = filled(rows, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    set_lists(params, "prompt", prompts)
+    set_lists(params, "output", outputs)
+    set_lists(params, "bias", [[t for t, _ in row] for row in biases])
     params.bias_values = np.array([v for row in biases for _, v in row], np.float32)
     padded = np.zeros((rows, 96), np.uint64)
     padded[:, :vocab] = allowed
@@ -137,8 +121,8 @@ def test_rows_that_cannot_be_drawn_are_flagged_and_others_unharmed():
     logits = normal(np.random.default_rng(3), (8, 100))
     logits[0, 3], logits[1, 99], logits[2, 50] = np.nan, np.inf, np.nan
     logits[3] = -np.inf
-    params = _fill(8, temperature=[0, 1, 1, 0, 1, 0, 1, 1])
-    _lists(params, "bias", [[], [], [], [], list(range(100)), [], [], []])
+    params = filled(8, temperature=[0, 1, 1, 0, 1, 0, 1, 1])
+    set_lists(params, "bias", [[], [], [], [], list(range(100)), [], [], []])
     params.bias_values = np.full(100, -np.inf, np.float32)
     drawn = ops.sample(tensor(logits), params)
     np.testing.assert_array_equal(drawn.ok, [False] * 5 + [True] * 3)
@@ -149,7 +133,7 @@ def test_rows_that_cannot_be_drawn_are_flagged_and_others_unharmed():
 def test_a_large_vocabulary_with_equal_logits():
     """The worst case of the selection: every token in one bucket."""
     logits = np.zeros((1, 151_936), np.float32)
-    drawn = ops.sample(tensor(logits), _fill(1, temperature=1.0, top_k=5, top_p=0.25))
+    drawn = ops.sample(tensor(logits), filled(1, temperature=1.0, top_k=5, top_p=0.25))
     ids, probabilities = oracle.kept_tokens(logits[0], top_k=5, top_p=0.25)
     assert len(ids) == -(-151_936 // 4)  # all tie with the fifth
     assert drawn.token_ids[0] == oracle.sample(ids, probabilities, 0, 0, 0)
@@ -178,8 +162,8 @@ def test_refuses_arrays_of_another_type_or_length(field):
 @pytest.mark.parametrize("name", ["prompt", "output", "bias"])
 @pytest.mark.parametrize("token", [-1, 5])
 def test_refuses_ids_outside_the_vocabulary(name, token):
-    params = _fill(2, repetition_penalty=1.5)
-    _lists(params, name, [[], [token]])
+    params = filled(2, repetition_penalty=1.5)
+    set_lists(params, name, [[], [token]])
     params.bias_values = np.zeros(params.bias_ids.size, np.float32)
     with pytest.raises(InvalidArgumentError, match="outside the vocabulary of 5"):
         ops.sample(tensor(np.zeros((2, 5), np.float32)), params)
@@ -204,9 +188,9 @@ def test_draws_that_share_a_list_read_it_up_to_their_own_end():
     output = rng.integers(0, vocab, rows).tolist()
     values = {"temperature": np.arange(rows) % 3 * 0.5, "seed": 5, "position": np.arange(rows)}
     values |= {"repetition_penalty": 1.5, "frequency_penalty": 1.5}
-    copied, shared = _fill(rows, **values), _fill(rows, **values)
+    copied, shared = filled(rows, **values), filled(rows, **values)
     for name in ("prompt", "output", "bias"):
-        _lists(copied, name, [output[:end] for end in range(rows)])
+        set_lists(copied, name, [output[:end] for end in range(rows)])
         setattr(shared, f"{name}_ids", np.array(output, np.int32))
         getattr(shared, f"{name}_end")[:] = np.arange(rows)
     copied.bias_values = np.full(copied.bias_ids.size, 0.25, np.float32)

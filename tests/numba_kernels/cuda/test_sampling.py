@@ -10,6 +10,7 @@ from runtime import ops
 from runtime.device.gpu import Gpu
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
+from tests.numba_kernels.cpu.cases import filled, set_lists
 from tests.numba_kernels.cuda.harness import both_archs, empty, get, put
 from tests.oracles import sampling as oracle
 
@@ -62,17 +63,9 @@ def _check(gpu: Gpu, logits: np.ndarray, params: SamplingArrays, shift: int = 0,
     np.testing.assert_array_equal(statuses == sampling.OK, expected.ok)
 
 
-def _fill(num_rows: int, **values) -> SamplingArrays:
-    """Neutral parameters with some fields set, each to one value for all rows or to a sequence."""
-    params = SamplingArrays.neutral(num_rows)
-    for name, value in values.items():
-        getattr(params, name)[:] = value
-    return params
-
-
 def _filtered(rng: np.random.Generator, copies: int) -> SamplingArrays:
     """A row for each of `FILTERS`, and that several times, with seeds of their own."""
-    params = _fill(len(FILTERS) * copies, temperature=1.0)
+    params = filled(len(FILTERS) * copies, temperature=1.0)
     for row in range(params.num_rows):
         for name, value in FILTERS[row % len(FILTERS)].items():
             getattr(params, name)[row] = value
@@ -80,13 +73,6 @@ def _filtered(rng: np.random.Generator, copies: int) -> SamplingArrays:
     params.choice_index[:] = rng.integers(0, 4, params.num_rows)
     params.position[:] = rng.integers(0, 100_000, params.num_rows)
     return params
-
-
-def _lists(params: SamplingArrays, name: str, rows: list[list[int]]) -> None:
-    setattr(params, f"{name}_ids", np.array([token for row in rows for token in row], np.int32))
-    ends = np.cumsum([*map(len, rows)]).astype(np.int32)
-    setattr(params, f"{name}_start", np.append(np.int32(0), ends[:-1]))
-    setattr(params, f"{name}_end", ends)
 
 
 def _packed(allowed: np.ndarray) -> np.ndarray:
@@ -121,7 +107,7 @@ def test_flat_and_peaked_rows(gpu):
 
 def test_a_large_vocabulary(gpu):
     rng = np.random.default_rng(2)
-    params = _fill(
+    params = filled(
         4, temperature=[1.0, 0.8, 0.0, 1.0], top_k=[0, 50, 0, 5], top_p=[1.0, 0.9, 1.0, 0.25], seed=[1, 2, 3, 4]
     )
     logits = rng.standard_normal((4, 151_936), dtype=np.float32) * 2
@@ -164,7 +150,7 @@ def test_against_float64(gpu):
     """What nobody draws but the oracle: full sorts, over odd vocabularies, equal logits and edges of the filters."""
     rng = np.random.default_rng(7)
     for vocab in (1, 2, 3, 5, 33, 130, 517):
-        params = _fill(
+        params = filled(
             48, temperature=rng.choice([0.3, 1.0, 2.5], 48), top_k=rng.choice([0, 1, 3, vocab, vocab + 1], 48),
             top_p=rng.choice([0.0, 1e-30, 0.3, 0.5, 0.97, 1.0], 48), min_p=rng.choice([0.0, 0.1, 1.0], 48),
             seed=rng.integers(0, 2**63, 48), choice_index=rng.integers(0, 4, 48), position=rng.integers(0, 99, 48),
@@ -204,7 +190,7 @@ def test_masks_bias_and_penalties(gpu, vocab, temperature):
     rng = np.random.default_rng(vocab)
     rows = 24
     logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 2
-    params = _fill(
+    params = filled(
         rows,
         temperature=temperature,
         seed=rng.integers(0, 2**63, rows),
@@ -217,9 +203,9 @@ def test_masks_bias_and_penalties(gpu, vocab, temperature):
     for field in (params.presence_penalty, params.frequency_penalty, params.repetition_penalty):
         field[:2] = field is params.repetition_penalty  # the first two rows have none
     # Tokens repeat within the lists, and within a row's biases.
-    _lists(params, "prompt", [rng.integers(0, vocab, rng.integers(0, 900)).tolist() for _ in range(rows)])
-    _lists(params, "output", [rng.integers(0, 40, rng.integers(0, 700)).tolist() for _ in range(rows)])
-    _lists(params, "bias", [rng.integers(0, 40, rng.integers(0, 60)).tolist() for _ in range(rows)])
+    set_lists(params, "prompt", [rng.integers(0, vocab, rng.integers(0, 900)).tolist() for _ in range(rows)])
+    set_lists(params, "output", [rng.integers(0, 40, rng.integers(0, 700)).tolist() for _ in range(rows)])
+    set_lists(params, "bias", [rng.integers(0, 40, rng.integers(0, 60)).tolist() for _ in range(rows)])
     params.bias_values = rng.choice(np.array([-np.inf, 3, -2, 0.1, 0.7, 5], np.float32), len(params.bias_ids))
     params.allowed_mask = _packed(rng.random((rows, vocab)) < 0.8)
     _check(gpu, logits, params, shift=1)
@@ -229,8 +215,8 @@ def test_rows_that_cannot_be_drawn_are_flagged_and_others_unharmed(gpu):
     logits = np.random.default_rng(3).standard_normal((9, 100), dtype=np.float32)
     logits[0, 3], logits[1, 99], logits[2, 50] = np.nan, np.inf, np.nan
     logits[3] = -np.inf
-    params = _fill(9, temperature=[0, 1, 1, 0, 1, 0, 1, 1, 1])
-    _lists(params, "bias", [[], [], [], [], list(range(100)), [], [], [], [7]])
+    params = filled(9, temperature=[0, 1, 1, 0, 1, 0, 1, 1, 1])
+    set_lists(params, "bias", [[], [], [], [], list(range(100)), [], [], [], [7]])
     params.bias_values = np.full(101, -np.inf, np.float32)
     params.bias_values[-1] = np.inf
     _check(gpu, logits, params)
@@ -244,8 +230,8 @@ def test_rows_that_cannot_be_drawn_are_flagged_and_others_unharmed(gpu):
 @pytest.mark.parametrize("name", ["prompt", "output", "bias"])
 @pytest.mark.parametrize("token", [-1, 5])
 def test_ids_outside_the_vocabulary_are_flagged(gpu, name, token):
-    params = _fill(2, repetition_penalty=1.5)
-    _lists(params, name, [[], [token]])
+    params = filled(2, repetition_penalty=1.5)
+    set_lists(params, name, [[], [token]])
     params.bias_values = np.zeros(params.bias_ids.size, np.float32)
     tokens, statuses = _sample(gpu, np.zeros((2, 5), np.float32), params)
     np.testing.assert_array_equal(statuses, [sampling.OK, sampling.BAD_ID])

@@ -61,3 +61,13 @@ def run(driver: Driver, count: int = 1) -> list[Step]:
 def chunks_of(step: Step) -> list[tuple[int, int, int]]:
     """(request's number, start, number of tokens) of each chunk."""
     return [(chunk.sequence.request.number, chunk.start, chunk.num_tokens) for chunk in step.chunks]
+
+
+def first_chunk(driver: Driver, prompt: list[int], **fields: object) -> tuple[int, int]:
+    """(start, number of tokens) of the prompt's only chunk."""
+    request = driver.add(prompt, max_tokens=2, **fields)
+    assert request is not None
+    (step,) = run(driver)
+    (chunk,) = [chunk for chunk in step.chunks if chunk.sequence.request is request]
+    driver.drain()
+    return chunk.start, chunk.num_tokens

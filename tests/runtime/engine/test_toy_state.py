@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.runtime.text.tokenizers import byte_level_content, special, with_spec
 from tools.comparing.compare_speculation import compare
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["ToyStateForCausalLM"], "model_type": "toy_state", "hidden_size": 64, "intermediate_size": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": 97,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
@@ -40,15 +41,22 @@ CONFIG = {
 }  # fmt: skip
 
 
+@contextmanager
+def known_family(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A family in a folder beside this file is one of the known ones."""
+    own = str(Path(__file__).with_name(name))
+    monkeypatch.setattr(models.families, "__path__", [*models.families.__path__, own])
+    known_architectures.cache_clear()
+    yield
+    known_architectures.cache_clear()
+
+
 @pytest.fixture(params=[False, True], ids=["states and attention", "states"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The model, whose family is beside this file."""
-    own = str(Path(__file__).with_name("toy_state"))
-    monkeypatch.setattr(models.families, "__path__", [*models.families.__path__, own])
-    known_architectures.cache_clear()
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"only_states": request.param}))
-    yield tmp_path
-    known_architectures.cache_clear()
+    with known_family("toy_state", monkeypatch):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"only_states": request.param}))
+        yield tmp_path
 
 
 def test_no_schedule_changes_a_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-import models.families
-from models.families import known_architectures
 from models.registry import load_model
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
@@ -18,26 +16,20 @@ from runtime.engine.limits import resolve
 from runtime.kv.kinds import FULL, Window
 from tests.models.driver import logits_of
 from tests.runtime.engine.test_fuzz import Answers, fuzz
+from tests.runtime.engine.test_toy_state import CONFIG as TOY
+from tests.runtime.engine.test_toy_state import known_family
 from tests.runtime.engine.test_window_groups import answers, build, make_requests
 from tests.runtime.engine.two_forms.two_forms import WINDOW
 
-CONFIG = {
-    "architectures": ["TwoFormsForCausalLM"], "model_type": "two_forms", "hidden_size": 64, "intermediate_size": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": 97,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": True,
-    "hidden_act": "silu", "torch_dtype": "float32",
-}  # fmt: skip
+CONFIG = TOY | {"architectures": ["TwoFormsForCausalLM"], "model_type": "two_forms"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The model, whose family is beside this file."""
-    own = str(Path(__file__).with_name("two_forms"))
-    monkeypatch.setattr(models.families, "__path__", [*models.families.__path__, own])
-    known_architectures.cache_clear()
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    yield tmp_path
-    known_architectures.cache_clear()
+    with known_family("two_forms", monkeypatch):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        yield tmp_path
 
 
 def test_neither_pool_nor_swap_nor_preemption_changes_a_bit(folder: Path) -> None:

@@ -6,13 +6,11 @@ import base64
 import hmac
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -26,6 +24,7 @@ from server.transport.auth import ApiKeys, key_of
 from server.transport.origins import OriginRules, hosts_for
 from tests.server.conftest import Served, answer_of, faked, serving
 from tests.server.fake_engine import FakeEngineClient
+from tests.server.running import raw_exchange
 from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
 
@@ -48,18 +47,6 @@ def guarded(tokenizer: Tokenizer) -> Iterator[Served]:
     )
     with faked(tokenizer, config=config) as served:
         yield served
-
-
-def raw(url: str, head: str) -> bytes:
-    """The answer's first bytes to a request that no library would send."""
-    address = urlsplit(url)
-    assert address.hostname is not None
-    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
-        connection.sendall(head.encode("latin-1"))
-        received = b""
-        while data := connection.recv(65536):
-            received += data
-        return received
 
 
 def routes() -> list[tuple[str, str]]:
@@ -107,13 +94,17 @@ def test_every_route_but_the_open_ones_wants_a_key(guarded: Served, headers: dic
      "/v1/../health", "/health/../metrics", "/health;x", "/health%3Fx", "/health\\", "/x#/health"],
 )  # fmt: skip
 def test_only_the_path_itself_is_open(guarded: Served, target: str) -> None:
-    received = raw(guarded.url, f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    received = raw_exchange(
+        guarded.url, f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode("latin-1")
+    )
     assert received[:12] in (b"HTTP/1.1 401", b"HTTP/1.1 400"), received[:80]
 
 
 @pytest.mark.parametrize("target", ["/health", "/health?x=/metrics", "/%68ealth", "http://127.0.0.1/health"])
 def test_other_spellings_of_the_open_path(guarded: Served, target: str) -> None:
-    received = raw(guarded.url, f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    received = raw_exchange(
+        guarded.url, f"GET {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode("latin-1")
+    )
     assert received.startswith(b"HTTP/1.1 200")
     assert received.endswith(b'{"status":"ok"}')
 

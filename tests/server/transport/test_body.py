@@ -14,6 +14,7 @@ import pytest
 from server.config import ServerConfig
 from tests.server.conftest import ANSWER, Served, faked
 from tests.server.openapi import DESCRIPTION, check_answer
+from tests.server.running import raw_exchange
 from tests.waiting import TIMEOUT_S
 from tokenizer import Tokenizer
 
@@ -53,19 +54,6 @@ def check_too_large(response: httpx.Response) -> None:
     assert error["code"] == "body_too_large"
     if DESCRIPTION.is_file():
         check_answer("ErrorResponse", response.json())
-
-
-def raw_exchange(url: str, *parts: bytes) -> bytes:
-    """All that the server sends until it closes the connection."""
-    address = urlsplit(url)
-    assert address.hostname is not None
-    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_S) as connection:
-        for part in parts:
-            connection.sendall(part)
-        received = b""
-        while data := connection.recv(65536):
-            received += data
-        return received
 
 
 def head(*lines: str) -> bytes:

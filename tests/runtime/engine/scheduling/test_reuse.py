@@ -6,20 +6,9 @@ import pytest
 
 from runtime.engine.messages import PrefixMiss
 from runtime.kv.kinds import FULL, AnyKind, State, Window, has_states
-from tests.runtime.engine.scheduler_cases import add, chunks_of, make_driver, run
-from tests.runtime.engine.scheduler_driver import Driver
+from tests.runtime.engine.scheduler_cases import add, chunks_of, first_chunk, make_driver, run
 
 PROMPT = [0, 1, 2, 3, 3, 2, 1, 0, 1, 1]
-
-
-def first_chunk(driver: Driver, prompt: list[int], **fields: object) -> tuple[int, int]:
-    """(start, number of tokens) of the prompt's only chunk."""
-    request = driver.add(prompt, max_tokens=2, **fields)
-    assert request is not None
-    (step,) = run(driver)
-    (chunk,) = [chunk for chunk in step.chunks if chunk.sequence.request is request]
-    driver.drain()
-    return chunk.start, chunk.num_tokens
 
 
 def test_a_prompt_is_found_again_but_for_its_last_token() -> None:

@@ -9,8 +9,7 @@ from runtime.engine.errors import InvariantError
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.kv.groups import NO_BLOCK
 from runtime.kv.kinds import FULL, Window
-from tests.runtime.engine.scheduler_cases import add, chunks_of, make_driver, run
-from tests.runtime.engine.scheduler_driver import Driver
+from tests.runtime.engine.scheduler_cases import add, chunks_of, first_chunk, make_driver, run
 
 PROMPT = [(3 * position) % 4 for position in range(40)]
 
@@ -61,16 +60,6 @@ def test_pages_are_given_up_when_a_step_is_committed_not_when_it_is_planned() ->
     sequence.append(0)
     driver.scheduler.commit(second)
     assert sequence.first_pages == [(17 - 8 + 1) // 4]
-
-
-def first_chunk(driver: Driver, prompt: list[int]) -> tuple[int, int]:
-    """(start, number of tokens) of the prompt's first chunk."""
-    request = driver.add(prompt, max_tokens=2)
-    assert request is not None
-    (step,) = run(driver)
-    (found,) = [chunk for chunk in step.chunks if chunk.sequence.request is request]
-    driver.drain()
-    return found.start, found.num_tokens
 
 
 def test_a_window_needs_only_its_last_pages_of_a_prefix() -> None:
