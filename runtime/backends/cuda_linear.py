@@ -104,8 +104,12 @@ def add_partials(partials: Tensor, weight: GpuWeight, residual: Tensor | None, o
 def takes_low_rank(x: Tensor, weight: GpuWeight, norm: RmsNorm | None, activation: str | None, slots: GpuSlots) -> bool:
     """See `ops.takes_low_rank`."""
     rows, (width, _) = x.shape[0], weight.shape
-    is_plain = isinstance(weight, RowWeight) and weight.num_segments <= 1 and weight.tier != "cublas"
-    if activation is None or not is_plain or not x.size or not width or (norm is not None and not weight.is_normed):
+    is_plain = weight.num_segments <= 1 and weight.tier != "cublas"
+    if isinstance(weight, RowWeight):
+        is_plain &= norm is None or weight.is_normed
+    else:  # rows are normalised before
+        is_plain &= isinstance(weight, PackedWeight) and weight.order is None and rows <= NEVER_ROUNDED
+    if activation is None or not is_plain or not x.size or not width:
         return False
     ranks = slots.up.shape[2]
     key = "low_rank", rows, activation, (x.address | weight.address) & 15, ranks

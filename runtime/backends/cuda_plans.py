@@ -93,10 +93,12 @@ def plan(
     if is_gated and (weight.bias is not None or weight.tier == "cublas" or weight.num_segments):
         return Planned(None)
     planned = _choose(weight, product, machine, has_norm=has_norm)
-    is_gemv = planned.launch is not None and planned.launch.specialisation.name.startswith("gemv_")
-    if ranks and is_gemv and gemm.gemv.can_take_adapters(product, machine):
-        launch = gemm.gemv.plan(product, machine, ranks)
-        planned = replace(planned, launch=launch, num_shrinking=riding.shrinking_blocks(product.m, ranks))
+    name = "" if planned.launch is None else planned.launch.specialisation.name
+    for start, tier in (("gemv_", gemm.gemv), ("gemm_quantised_gemv_", gemm.quantised_gemv)):
+        if ranks and name.startswith(start) and tier.can_take_adapters(product, machine):
+            launch = tier.plan(product, machine, ranks)
+            shrinking = riding.shrinking_blocks(product.m, ranks, launch.block[1] * launch.block[2])
+            planned = replace(planned, launch=launch, num_shrinking=shrinking)
     if planned.launch is None or not (product.epilogue.has_residual and product.epilogue.is_aligned):
         return planned
     columns = gemm.square_columns(planned.launch, product.n)

@@ -40,13 +40,13 @@ _count_done = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "r", 
 _load_count = instruction("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
 
 
-def shrinking_blocks(rows: int, ranks: int) -> int:
-    """The blocks that shrink so many rows, for all ranks of a slot."""
-    return rows * -(-ranks // WARPS)
+def shrinking_blocks(rows: int, ranks: int, warps: int = WARPS) -> int:
+    """The blocks of so many warps that shrink so many rows, for all ranks of a slot."""
+    return rows * -(-ranks // warps)
 
 
 @functools.cache
-def shrinker(dtype: str) -> Any:
+def shrinker(dtype: str, warps: int = WARPS) -> Any:
     """A device function of one of these blocks, whose rows of 16 bits lie on 16-byte bounds."""
     load, load_weights = vector_loader(dtype), floats_loader(_WIDTH)
 
@@ -56,9 +56,9 @@ def shrinker(dtype: str) -> Any:
         values, factors = cuda.local.array((_TURNS, _WIDTH), float32), cuda.local.array((_TURNS, _WIDTH), float32)
         wait_for_previous_grid()
         launch_dependents()
-        blocks_a_row = uint32((ranks + uint32(WARPS - 1)) // uint32(WARPS))
+        blocks_a_row = uint32((ranks + uint32(warps - 1)) // uint32(warps))
         row = uint32(block // blocks_a_row)
-        rank = uint32((block - row * blocks_a_row) * uint32(WARPS) + warp)
+        rank = uint32((block - row * blocks_a_row) * uint32(warps) + warp)
         slot, is_needed = memory.load_b32(adapters + uint64(row) * uint64(4)), uint32(0)
         if slot < num_slots:  # -1 is large
             entry, index = ranges + uint64(slot) * uint64(num_ranges) * uint64(8), uint32(0)

@@ -10,6 +10,8 @@ some 0.4 µs on an H200.) The weight's first loads start before the previous gri
 meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone, and a row has
 the same bits alone and beside others.
 
+Low-rank sums of adapters may ride on the launch (`riding`), whose weight then comes through registers.
+
 Threads: x lanes, y the streams of K, z the teams.
 """
 
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
+from numba_kernels.cuda.adapters import riding
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, scale_element, scale_of_row
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
 from numba_kernels.cuda.gemm.packed_stream import (
@@ -35,6 +38,7 @@ from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacki
 from numba_kernels.cuda.gemm.rings.packed_ring import SLOTS, STATE, packed_ring
 from numba_kernels.cuda.gemm.rings.warp_ring import MOST_STAGES, dynamic_shared_bytes, stages_that_fit, start_ring
 from numba_kernels.cuda.intrinsics import memory
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_f32
@@ -58,12 +62,13 @@ _SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + BLOCK_WARPS * 4 + 4  # of a row, in s
 NUM_ROWS = (1, 2, 4)  # of x, that a kernel is made for
 _TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a"), ("e2m1", 2): ("sm_80",)}
 """Architectures where kernels of an element and so many rows spill."""
+_ADAPTED = ("u4", "e4m3")  # elements whose kernels with adapters were examined
 
 
 @functools.cache
 def _kernel(
     weight_name: str, out_dtype: str, activation: str = "", *, has_turns: bool = False, ring_slots: int = 0,
-    rows: int = 1,
+    rows: int = 1, takes_adapters: bool = False,
 ) -> Specialisation:  # fmt: skip
     reader, finish = packed_reader(weight_name, rows), finisher(DTYPE, out_dtype)
     ring, has_ring = packed_ring(weight_name, rows, ring_slots or SLOTS[0]), ring_slots > 0
@@ -79,8 +84,13 @@ def _kernel(
     slot_elements, is_gated, num_rows, num_sums = packing.slot, activation != "", rows, 2 * rows
     number_bytes = reader.factors.planes * reader.factors.plane_bytes  # of x, as it is staged
     gated = GATED[activation] if is_gated else None
+    shrink = riding.shrinker(DTYPE, BLOCK_WARPS) if takes_adapters else None
+    expand = riding.expander(DTYPE) if takes_adapters else None
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply_blocks(
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+    ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array((num_rows, warps), uint32)
         wholes = cuda.shared.array(num_rows, float32)  # the factors of finished sums
@@ -107,8 +117,8 @@ def _kernel(
         length = divide_u32(uint32(slots + streams - uint32(1)), streams)
         first = minimum_u32(uint32(stream * length), slots)
         last = minimum_u32(uint32(first + length), slots)
-        tile = uint32(uint32(cuda.blockIdx.x) * columns_teams + inside)
-        stride = uint32(uint32(cuda.gridDim.x) * columns_teams)
+        tile = uint32(block * columns_teams + inside)
+        stride = uint32(num_blocks * columns_teams)
         padded = uint32(slots * uint32(slot_elements))
         row_of_x = uint32(padded * uint32(number_bytes) + uint32(ROW_GAP))
         at_first = uint32(minimum_u32(tile, last_tile) + beside)
@@ -191,8 +201,12 @@ def _kernel(
                     value = float32(0.0)
                     if lane < uint32(ROWS) and column < n and uint32(r) < m:
                         value = scale_element(scale_element(total, wholes[r]), row_scale(weight, both, k, column))
+                        if takes_adapters:
+                            value += expand(uint32(r), column, added)
                         if is_gated:
                             up = scale_element(scale_element(up, wholes[r]), row_scale(weight, both, k, column + n))
+                            if takes_adapters:
+                                up += expand(uint32(r), uint32(column + n), added)
                             value = gated(value, up)
                         value = finish(bias, bias_is_f32, residual, out, n, uint32(r), column, value)
                     if not is_gated and squares != uint64(0):
@@ -205,11 +219,35 @@ def _kernel(
             tile = following
             turn ^= uint32(1)
 
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        multiply_blocks(
+            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
+            x_squares, x_parts, eps, squares, (),
+        )  # fmt: skip
+
+    def adapted_gemm(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, adapters, downs, ups,
+        ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+    ):  # fmt: skip
+        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
+        added = adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
+        if block < shrinking:
+            shrink(block, warp, lane, x, k, eps, added)
+        else:
+            multiply_blocks(
+                uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
+                m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added,
+            )  # fmt: skip
+        is_first_thread = lane == uint32(0) and warp == uint32(0)
+        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
+
     return Specialisation(
         name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
-        + f"_{rows}" * (rows > 1) + "_turns" * has_turns + f"_ring_{ring_slots}" * has_ring,
-        kernel=cuda.jit(gemm),
-        argument_types=ARGUMENT_TYPES,
+        + f"_{rows}" * (rows > 1) + "_turns" * has_turns + f"_ring_{ring_slots}" * has_ring
+        + "_adapted" * takes_adapters,
+        kernel=cuda.jit(adapted_gemm if takes_adapters else gemm),
+        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=warps * 32,
         min_blocks=2 if has_ring else 1,
         min_capability=90 if has_ring else 80,
@@ -298,13 +336,21 @@ def ring_of(packing: Packing, machine: Machine, k: int, rows: int) -> tuple[int,
     return 0, 0
 
 
-def plan(product: Product, machine: Machine) -> Launch:
-    """A launch for a product that it can compute and that is not empty."""
+def can_take_adapters(product: Product, machine: Machine) -> bool:
+    """Whether low-rank sums (`riding`) can ride on a product's launch: where no kernel spills."""
+    packing = packing_of(product.weight)
+    has_registers = product.m == 1 or machine.arch == "sm_90a"
+    is_examined = packing is not None and packing.element in _ADAPTED and has_registers
+    return is_examined and product.out == product.x and not why_not(product, machine)
+
+
+def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
+    """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
     activation, packing = product.epilogue.activation, packing_of(product.weight)
     assert packing is not None
     num_teams = teams(product.n, is_gated=activation != "")
     ring_slots, shared_bytes = ring_of(packing, machine, product.k, _rows_of(product))
-    if ring_slots:
+    if ring_slots and not ranks:
         num_teams = max(num_teams * RING_WARPS // BLOCK_WARPS, 2 if activation else 1)
         columns = ROWS * (num_teams // 2 if activation else num_teams)
         return Launch(
@@ -315,11 +361,13 @@ def plan(product: Product, machine: Machine) -> Launch:
     columns = ROWS * (num_teams // 2 if activation else num_teams)
     blocks = -(-product.n // columns)
     turns = -(-blocks // machine.num_multiprocessors)
+    kernel = _kernel(
+        product.weight, product.out, activation, has_turns=turns > 1, rows=_rows_of(product), takes_adapters=ranks > 0
+    )
+    shrinking = riding.shrinking_blocks(product.m, ranks, BLOCK_WARPS)
     return Launch(
-        _kernel(product.weight, product.out, activation, has_turns=turns > 1, rows=_rows_of(product)),
-        (-(-blocks // turns), 1, 1), (32, BLOCK_WARPS // num_teams, num_teams),
-        _rows_bytes(product),
-    )  # fmt: skip
+        kernel, (-(-blocks // turns) + shrinking, 1, 1), (32, BLOCK_WARPS // num_teams, num_teams), _rows_bytes(product)
+    )
 
 
 def specialisations() -> Iterator[Specialisation]:

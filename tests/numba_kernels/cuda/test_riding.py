@@ -8,44 +8,63 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from models.quantized.on_load import ROUNDINGS
 from runtime import ops
 from runtime.device.device import Device
-from runtime.dtype import bfloat16
+from runtime.dtype import bfloat16, float32
 from runtime.linear.gpu_slots import GpuSlots
 from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
+from runtime.linear.packed_matrix import MatrixPart, prepare_packed
+from runtime.linear.quantise import quantise
 from runtime.tensor.tensor import Tensor
 
 BF16 = ml_dtypes.bfloat16
-HEIGHTS, DEPTH, RANKS = (72, 1000, 24), 520, (16, 3, 8)
+HEIGHTS, DEPTH, RANKS = (72, 1000, 16), 544, (16, 3, 8)
 
 
 def _rounded(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray[Any, Any]:
     return (rng.standard_normal(shape) * scale).astype(BF16)
 
 
+_EXHAUSTIVE = [
+    ("sm_90a", "", True, "silu", 2), ("sm_80", "", False, "", 2), ("sm_80", "", True, "silu", 2),
+    ("sm_90a", "int4", False, "", 4), ("sm_90a", "fp8", False, "", 2), ("sm_90a", "fp8", False, "silu", 4),
+    ("sm_80", "int4", False, "silu", 1), ("sm_80", "fp8", False, "", 1),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("arch", "is_normed", "activation"),
+    ("arch", "rounding", "is_normed", "activation", "num_rows"),
     [
-        ("sm_90a", True, ""), ("sm_90a", True, "silu"),
-        pytest.param("sm_80", False, "", marks=pytest.mark.exhaustive),
-        pytest.param("sm_80", True, "silu", marks=pytest.mark.exhaustive),
+        ("sm_90a", "", True, "", 2), ("sm_90a", "int4", False, "silu", 2),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in _EXHAUSTIVE),
     ],
 )  # fmt: skip
-def test_equals_float64(arch: str, is_normed: bool, activation: str) -> None:
+def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: str, num_rows: int) -> None:
+    """Of weights that are rounded or not; sm_80 takes adapters of one row of rounded ones."""
     rng, device, width = np.random.default_rng(0), Device.parse(f"emulated:{arch}"), sum(HEIGHTS)
 
     def placed(array: np.ndarray[Any, Any]) -> Tensor:
         return Tensor.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    x, matrix, residual = _rounded(rng, 2, DEPTH), _rounded(rng, width, DEPTH, scale=0.04), _rounded(rng, 2, width)
+    x, matrix, residual = (
+        _rounded(rng, num_rows, DEPTH),
+        _rounded(rng, width, DEPTH, scale=0.04),
+        _rounded(rng, num_rows, width),
+    )
     options = LoadOptions(device=device, dtype=bfloat16)
     slots = GpuSlots(SlotShape(HEIGHTS, DEPTH, max(RANKS), len(RANKS)), options)
     weights = rng.uniform(0.5, 1.5, DEPTH).astype(np.float32)
     norm = RmsNorm(placed(weights), 1e-6, 1.0) if is_normed else None
-    weight = ops.prepare_linear(Tensor.from_numpy(matrix), None, options, norm=norm)
-    given, expected = x.astype(np.float64), np.zeros((len(RANKS), 2, width))
+    if rounding:
+        rounded = quantise(matrix.astype(np.float32), ROUNDINGS[rounding])
+        weight: Any = prepare_packed([MatrixPart(rounded, slice(None), slice(None))], None, options, None)
+        matrix = rounded.dequantise(float32)
+    else:
+        weight = ops.prepare_linear(Tensor.from_numpy(matrix), None, options, norm=norm)
+    given, expected = x.astype(np.float64), np.zeros((len(RANKS), num_rows, width))
     if is_normed:
         given = given / np.sqrt((given**2).mean(1, keepdims=True) + 1e-6) * weights
     for slot, own in enumerate(RANKS):
@@ -76,7 +95,7 @@ def test_equals_float64(arch: str, is_normed: bool, activation: str) -> None:
         return out.to("cpu").numpy()
 
     product = given @ matrix.T.astype(np.float64)
-    for ids in ([0, 1], [2, -1]):
+    for ids in ([0, 1, 2, 1][:num_rows], [2, -1, -1, 0][:num_rows]):
         out, wanted = found(ids), product.copy()
         for row, slot in enumerate(ids):
             if slot >= 0:
@@ -87,5 +106,5 @@ def test_equals_float64(arch: str, is_normed: bool, activation: str) -> None:
         else:
             wanted += residual.astype(np.float64)
         assert np.abs(out.astype(np.float64) - wanted).max() <= 6e-3 * np.abs(wanted).max()
-    for activated, both in ((found([0]), found([0, 1])), (found([0]), found([0, -1]))):
-        np.testing.assert_array_equal(activated[0], both[0])
+    for others in ([1], [-1]) if num_rows > 1 else ():
+        np.testing.assert_array_equal(found([0])[0], found([0, *others])[0])

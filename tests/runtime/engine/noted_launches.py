@@ -67,10 +67,13 @@ class _Zeros(DummyTensor):
 
 
 def kernels_of_a_decode_layer(
-    config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a", has_adapters: bool = False
-) -> tuple[str, ...]:
+    config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a", has_adapters: bool = False,
+    quantization: str = "none",
+) -> tuple[str, ...]:  # fmt: skip
     """The names of the kernels of `launches_of_a_decode_layer`."""
-    launches = launches_of_a_decode_layer(config, num_seqs=num_seqs, arch=arch, has_adapters=has_adapters)
+    launches = launches_of_a_decode_layer(
+        config, num_seqs=num_seqs, arch=arch, has_adapters=has_adapters, quantization=quantization
+    )
     return tuple(map(_name, launches))
 
 
@@ -80,11 +83,12 @@ def launches_of_a_decode_layer(
     num_seqs: int,
     arch: str = "sm_90a",
     has_adapters: bool = False,
+    quantization: str = "none",
     weights: AbstractContextManager[Any] | None = None,
 ) -> tuple[Launch | str, ...]:
     """The launches of one layer in the graph that decodes so many sequences of a model, by its config.json, perhaps
-    with adapters; "copy" for each copy. Meanwhile the process's device of that architecture does nothing. `weights`
-    replaces the dummy ones."""
+    with adapters, or rounded; "copy" for each copy. Meanwhile the process's device of that architecture does nothing.
+    `weights` replaces the dummy ones."""
     gpu = _NotingGpu(arch)
     if weights is None:
         weights = patch.object(models.checkpoints.dummy, "DummyTensor", _Zeros)
@@ -92,7 +96,7 @@ def launches_of_a_decode_layer(
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
         engine = build_engine(
             folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=2048,
-            max_num_seqs=num_seqs, kv_cache_bytes=8 << 30, enable_lora=has_adapters,
+            max_num_seqs=num_seqs, kv_cache_bytes=8 << 30, enable_lora=has_adapters, quantization=quantization,
         )  # fmt: skip
         graphs = local(engine).graphs
         assert graphs is not None, "decode graphs are on by default"

@@ -249,6 +249,17 @@ def test_adapters_of_one_sequence_take_no_launch() -> None:
     assert sum(name.endswith("_adapted") for name in adapted) == 4, adapted
 
 
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+@pytest.mark.parametrize("num_seqs", [1, 4])
+def test_adapters_of_packed_weights_take_no_launch(quantization: str, num_seqs: int) -> None:
+    """Of one to four sequences, as few as `quantised_gemv` takes."""
+    config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
+    plain = kernels_of_a_decode_layer(config, num_seqs=num_seqs, quantization=quantization)
+    adapted = kernels_of_a_decode_layer(config, num_seqs=num_seqs, has_adapters=True, quantization=quantization)
+    assert len(adapted) == len(plain), (plain, adapted)
+    assert sum(name.endswith("_adapted") for name in adapted) == 4, adapted
+
+
 @pytest.mark.parametrize("num_seqs", [8])
 def test_adapters_take_a_launch_a_map(num_seqs: int) -> None:
     """And one more for the gate, which is applied after the adapters of gate and up; no norm is a launch of its own."""
