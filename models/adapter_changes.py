@@ -18,11 +18,12 @@ from models.adapter_modules import MERGE, ModuleNames, in_own_order, resolve_mod
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ConfigError
-from models.gguf.adapter import is_gguf, rank_of, read_gguf_adapter
 from models.peft import PeftAdapter, rank_and_base, read_adapter
+from runtime.later import later
 from runtime.linear.adapter_pairs import Change, Pair, Rows
 from runtime.linear.low_rank import LowRankMaps
 
+_gguf_adapter = later("models.gguf.adapter")
 Array = np.ndarray[Any, Any]
 Base = Callable[[], Checkpoint]
 """Opens the base model's tensors, by its own names."""
@@ -38,14 +39,14 @@ class ReadChanges:
 
 def read_changes(path: Path, maps: LowRankMaps, model: Model, base: Base) -> ReadChanges:
     """The changes of an adapter in PEFT's folder or in a GGUF file. Raises as `changes_of` and the readers."""
-    if is_gguf(path):
-        return changes_of(read_gguf_adapter(path, model.config.head_dim), maps, model, base)
+    if _gguf_adapter.is_gguf(path):
+        return changes_of(_gguf_adapter.read_gguf_adapter(path, model.config.head_dim), maps, model, base)
     return changes_of(read_adapter(path), maps, model, base)
 
 
 def largest_rank_and_base(path: Path) -> tuple[int, str]:
     """The largest rank of an adapter, and the name of its base model, "" if it names none. Raises as the readers."""
-    return (rank_of(path), "") if is_gguf(path) else rank_and_base(path)
+    return (_gguf_adapter.rank_of(path), "") if _gguf_adapter.is_gguf(path) else rank_and_base(path)
 
 
 def changes_of(found: PeftAdapter, maps: LowRankMaps, model: Model, base: Base) -> ReadChanges:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,18 +17,22 @@ from runtime import ops
 from runtime.batch import AdaptedRows, Batch
 from runtime.dtype import NDArray
 from runtime.errors import InvalidArgumentError
+from runtime.later import later
 from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.gpu_slots import Slots, new_slots
-from runtime.linear.latent import DeclaredHeads
-from runtime.linear.latent_adapters import LowRankHeads
 from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.linear.table_adapters import LowRankHead, LowRankTable
 from runtime.tensor.tensor import Tensor
 
+if TYPE_CHECKING:  # a model without latent attention starts without them
+    from runtime.linear.latent import DeclaredHeads
+    from runtime.linear.latent_adapters import LowRankHeads
+
+_latent_adapters = later("runtime.linear.latent_adapters")
 _OF_TOWERS = re.compile(r"(?:^|\.)(?:visual|vision\w*|multi_modal_projector|embed_vision)\.")
 
 
@@ -180,7 +185,8 @@ class LowRankMaps:
 
     def addend_of_heads(self, declared: DeclaredHeads) -> LowRankHeads:
         """See `LatentSource`; heads that are declared again replace themselves."""
-        made = self.heads[declared.name] = LowRankHeads(declared, self.num_slots, self.rank)
+        made: LowRankHeads = _latent_adapters.LowRankHeads(declared, self.num_slots, self.rank)
+        self.heads[declared.name] = made
         self.modules[declared.name] = declared.num_heads * (declared.key_dim + declared.value_dim), declared.latent_dim
         return made
 
