@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +22,12 @@ from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.gpu_slots import Slots, new_slots
+from runtime.linear.latent import DeclaredHeads
 from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.linear.table_adapters import LowRankHead, LowRankTable
 from runtime.tensor.tensor import Tensor
-
-if TYPE_CHECKING:  # a model without latent attention starts without them
-    from runtime.linear.latent import DeclaredHeads
-    from runtime.linear.latent_adapters import LowRankHeads
 
 _latent_adapters = later("runtime.linear.latent_adapters")
 _OF_TOWERS = re.compile(r"(?:^|\.)(?:visual|vision\w*|multi_modal_projector|embed_vision)\.")
@@ -138,7 +135,7 @@ class LowRankMaps:
         self.table: LowRankTable | None = None
         self.head: LowRankHead | None = None
         self.routers: dict[str, LowRankHead] = {}
-        self.heads: dict[str, LowRankHeads] = {}
+        self.heads: dict[str, Any] = {}  # of `LowRankHeads`
         self.modules: dict[str, tuple[int, int]] = {}
         self.tables: set[str] = set()
         self.transposed: set[str] = set()
@@ -183,15 +180,15 @@ class LowRankMaps:
         self.modules[name] = rows, columns
         return self.routers[name]
 
-    def addend_of_heads(self, declared: DeclaredHeads) -> LowRankHeads:
+    def addend_of_heads(self, declared: DeclaredHeads) -> Any:
         """See `LatentSource`; heads that are declared again replace themselves."""
-        made: LowRankHeads = _latent_adapters.LowRankHeads(declared, self.num_slots, self.rank)
+        made = _latent_adapters.LowRankHeads(declared, self.num_slots, self.rank)
         self.heads[declared.name] = made
         self.modules[declared.name] = declared.num_heads * (declared.key_dim + declared.value_dim), declared.latent_dim
         return made
 
     @property
-    def _all(self) -> Iterator[LowRankMap | LowRankExperts | LowRankHeads | LowRankTable | LowRankHead]:
+    def _all(self) -> Iterator[Any]:
         yield from self.maps.values()
         yield from self.experts.values()
         yield from self.heads.values()
