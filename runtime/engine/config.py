@@ -42,6 +42,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 RoutingPolicy = Literal["round-robin", "least-load", "prefix-aware"]
 EngineRoles = Literal["fixed", "auto"]
 ExecutorBackend = Literal["mp", "ray"]
+TransferLibrary = Literal["tcp", "nixl"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 GIB = 1 << 30
 
@@ -607,6 +608,14 @@ class EngineConfig(SchedulingConfig):
             flag=Flag(metavar="FILE"),
         ),
     ] = ""
+    kv_transfer_library: Annotated[
+        TransferLibrary,
+        Option(
+            help="What carries pages between machines: TCP, or NIXL (pip install '.[nixl]'; RDMA by UCX).",
+            about='what carries pages between machines: "tcp", or "nixl" (pip install \'.[nixl]\'; RDMA by UCX)',
+            heading="Execution",
+        ),
+    ] = "tcp"
     kv_transfer_bytes: Annotated[
         int,
         Option(
@@ -748,6 +757,15 @@ class EngineConfig(SchedulingConfig):
                 f"kv_transfer_address is {self.kv_transfer_address!r:.80}, kv_transfer_key_file "
                 f"{self.kv_transfer_key_file!r:.80}: give both or none",
                 param="kv_transfer_address",
+            )
+        is_between_hosts = bool(self.kv_transfer_address) or (
+            self.hands_over and self.distributed_executor_backend == "ray"
+        )
+        if self.kv_transfer_library != "tcp" and not is_between_hosts:
+            raise RequestError(
+                f"kv_transfer_library is {self.kv_transfer_library!r}, but no pages go to other machines: give "
+                "kv_transfer_address, or engines with roles and distributed_executor_backend 'ray'",
+                param="kv_transfer_library",
             )
         if not self.hands_over and not self.kv_transfer_address:
             return

@@ -21,6 +21,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.collector import collect_idle
 from runtime.engine.adapters import Adapters, Reader
 from runtime.engine.admission import prepare, prompt_of, record_of
 from runtime.engine.errors import RequestError
@@ -147,11 +148,14 @@ class Engine:
         if self.pictures is not None:
             self.pictures.changes_tower = adapters.changes_tower
 
-    def hand_over(self, stored: StoredPrefixes, transports: dict[str, Transport], arrivals: Arrivals) -> None:
+    def hand_over(
+        self, stored: StoredPrefixes, transports: dict[str, Transport], arrivals: Arrivals, *, has_fleet: bool
+    ) -> None:
         """Hand requests over to other engines, and take theirs. To be called before the first request."""
         self.scheduler.stored = stored
-        self.hand_overs = HandOvers(self.pool, stored, transports, arrivals)
-        self.scheduler.on_pages = self.hand_overs.note
+        self.hand_overs = HandOvers(self.pool, stored, transports, arrivals, has_fleet=has_fleet)
+        self.scheduler.reserved, self.scheduler.on_pages = self.hand_overs.reserved, self.hand_overs.note
+        self.opened.on_request_begin = self.hand_overs.begin
         self.opened.on_request_end.append(self.hand_overs.end)
 
     @property
@@ -181,7 +185,8 @@ class Engine:
 
     @property
     def _has_work_beside_pictures(self) -> bool:
-        is_awaited = self._awaits_beside_pages or (self.hand_overs is not None and len(self.hand_overs) > 0)
+        handed = self.hand_overs
+        is_awaited = self._awaits_beside_pages or (handed is not None and (len(handed) > 0 or handed.has_pages))
         return bool(self.steps.open) or self.scheduler.has_work or is_awaited
 
     @property
@@ -314,6 +319,8 @@ class Engine:
         adapters = self.adapters if self.adapters is not None and len(self.adapters) > 0 else None
         if self.hand_overs is not None:
             self.hand_overs.let_go()  # not at the step's end: the second token would wait for it
+            if self.hand_overs.has_pages:
+                self.hand_overs.take_in(self.scheduler)
         arriving = self.hand_overs if self.hand_overs is not None and len(self.hand_overs) > 0 else None
         if arriving is not None and not self._start_handed_over(arriving, outputs) and not self._awaits_beside_pages:
             return outputs
@@ -355,6 +362,7 @@ class Engine:
                 stored.write_some(is_idle=True)
                 if stored.longest_warm:
                     self.executor.expect(min(stored.longest_warm, self.limits.max_model_len))
+            collect_idle()
 
     def rest_long(self) -> None:
         """``rest``, and what is not for the moment between two requests: read back prefixes of an earlier engine."""

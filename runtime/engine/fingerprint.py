@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = {
     "prefix_cache_disk_bytes",
     "swap_space_bytes",
     "data_parallel_size", "decode_engines", "distributed_executor_backend", "engine_roles", "kv_transfer_address",
-    "kv_transfer_bytes", "kv_transfer_key_file",
+    "kv_transfer_bytes", "kv_transfer_key_file", "kv_transfer_library",
     "prefill_engines", "routing_policy",
 }  # fmt: skip
 """Options that change no page of a model: all others count, though few of them do."""

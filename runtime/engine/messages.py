@@ -89,6 +89,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     host, port    of this machine, where engines on other machines take pages; "": none do. Port 0: any
     foreign_secret  that those know, if it is not the fleet's
     most_bytes    of pages that wait to be taken, and of those that wait for their requests
+    library       that carries pages between machines
     """
 
     secret: bytes = b""
@@ -96,6 +97,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     foreign_secret: bytes = b""
     most_bytes: int = 1 << 30
+    library: str = "tcp"
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

@@ -65,7 +65,7 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
         config, device=device.type, load_format="dummy", num_blocks=None, kv_cache_bytes=None, swap_space_bytes=0,
         preemption="auto", pipeline_parallel_size=1, pipeline_layers="", prefix_cache_dir="",
         data_parallel_size=1, prefill_engines=0, decode_engines=0, engine_roles="fixed",
-        kv_transfer_address="", kv_transfer_key_file="",
+        kv_transfer_address="", kv_transfer_key_file="", kv_transfer_library="tcp",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         copy = shallow_copy(folder, Path(scratch), config.hf_overrides, config.mmproj)

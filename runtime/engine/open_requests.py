@@ -43,6 +43,7 @@ class OpenRequests:
     by_id            the requests
     num_unscheduled  those of which nothing has been scheduled; num_unscheduled_tokens: their prompts' tokens
     on_end           called with each finished choice, or None
+    on_request_begin called with each request whose first step is planned, or None
     on_request_end   called with each finished request
     weight_version   of the weights that compute them
     """
@@ -56,6 +57,7 @@ class OpenRequests:
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
         self.on_end: Callable[[Sequence], None] | None = None
+        self.on_request_begin: Callable[[Request], None] | None = None
         self.on_request_end: list[Callable[[Request], None]] = []
 
     def admit(self, request: Request) -> None:
@@ -323,6 +325,8 @@ class OpenRequests:
         """The request no longer counts against ``max_waiting`` and ``max_waiting_tokens``."""
         if not request.was_scheduled:
             request.was_scheduled = True
+            if self.on_request_begin is not None:
+                self.on_request_begin(request)
             self.num_unscheduled -= 1
             self.num_unscheduled_tokens -= request.num_prompt_tokens
 

@@ -231,6 +231,7 @@ class HandingFleet(Fleet):
         life.num_deaths += 1
         with self._lock:
             self.router.num_recomputed += 1
+            self.router.take_back(life.route)
         if life.num_deaths > MOST_DEATHS:
             self._fail(life, output.error or "the engine has died")
             return
@@ -252,6 +253,7 @@ class HandingFleet(Fleet):
             elif engine != before:
                 self.router.num_handed_over += 1
                 self.router.move(life.route, engine)
+            self.router.take_back(life.route)
         if told is not None and told != engine:
             self._clients[told].drop_pages(life.lease)
         life.decoder = engine
@@ -301,15 +303,22 @@ class HandingFleet(Fleet):
                         self._find_place(life)
 
     def _expect(self, life: _Life) -> None:
-        """The first pages of a request are there, and more will come: have the next engine take them."""
+        """A request is begun: have the next engine take its pages as they come, and reserve blocks for it."""
         with self._lock:
             assert self._roles is not None
             is_ready = self._are_ready()
             engine = self._roles.decode_engine(self.router.engine_loads(is_ready), life.route.engine)
-        source = self._source(life)
-        if source is not None and is_ready[engine] and engine != life.route.engine:
-            life.decoder = engine
-            self._clients[engine].expect(source)
+            source = self._source(life)
+            if source is None or not is_ready[engine] or engine == life.route.engine:
+                return
+            self.router.promise(life.route, engine)
+        life.decoder = engine
+        request = None
+        if not (life.request.images or life.choices[0].has_ended):  # pages of pictures are found once these are encoded
+            begun = [Begun([*each.token_ids, 0]) for each in life.choices]
+            prompt_ids = life.prepared.prompt_ids.tolist()
+            request = msgspec.structs.replace(life.request, prompt_token_ids=prompt_ids, begun=begun, source=source)
+        self._clients[engine].expect(source, request)
 
     def _source(self, life: _Life) -> Source | None:
         """The offer of a request's pages."""

@@ -58,6 +58,7 @@ class Route:
     num_choices, num_open  of the request, and those that have not ended
     num_tokens        computed for it in all, as far as is known
     num_decodes       its choices that count as decodes of its engine: none before its first token
+    promised          the engine that will go on with it, and the decodes that count as its already; or None
     expected          digests of its prompt's pages that the engine will have once it has computed them
     """
 
@@ -70,6 +71,7 @@ class Route:
     num_open: int
     num_tokens: int
     num_decodes: int = 0
+    promised: tuple[int, int] | None = None
     expected: list[int] = field(default_factory=list)
     num_output_tokens: int = 0
 
@@ -199,14 +201,32 @@ class Router:
         """The engine that goes on with a request whose first token is drawn, by the roles; its load moves there."""
         assert self.roles is not None, "the engines have no roles"
         assert route.num_decodes, "the request has no first token yet"
+        self.take_back(route)
         engine = self.roles.decode_engine(self.engine_loads(is_ready), route.engine)
         if engine != route.engine:
             self.num_handed_over += 1
             self.move(route, engine)
         return engine
 
+    def promise(self, route: Route, engine: int) -> None:
+        """This engine will go on with a request: its answers count as decodes there, lest all go to one engine."""
+        self.take_back(route)
+        route.promised = engine, route.num_open
+        self._add_decodes(route, engine, route.num_open)
+
+    def take_back(self, route: Route) -> None:
+        """Undo `promise`."""
+        if route.promised is not None:
+            (engine, count), route.promised = route.promised, None
+            self._add_decodes(route, engine, -count)
+
+    def _add_decodes(self, route: Route, engine: int, count: int) -> None:
+        self._num_decodes[engine] += count
+        self._num_context[engine] += count * route.num_prompt_tokens
+
     def move(self, route: Route, engine: int) -> None:
         """Move a request's load to another engine."""
+        self.take_back(route)
         before, num_decodes = route.engine, route.num_decodes
         self._count_decodes(route, -num_decodes)
         for engines, count in (
@@ -230,6 +250,7 @@ class Router:
         self._num_open[route.engine] -= 1
         self._num_answer[route.engine] -= route.num_answer
         if route.num_open == 0:
+            self.take_back(route)
             self._leave_prompt(route)
             if not has_failed:
                 if self.roles is not None:
@@ -245,6 +266,7 @@ class Router:
         self._num_open[route.engine] -= route.num_open
         self._num_answer[route.engine] -= route.num_answer * route.num_open
         self._count_decodes(route, -route.num_decodes)
+        self.take_back(route)
         self._leave_prompt(route)
 
     def change(self, engine: int, changes: BlockChanges | None) -> None:
@@ -257,8 +279,7 @@ class Router:
 
     def _count_decodes(self, route: Route, count: int) -> None:
         route.num_decodes += count
-        self._num_decodes[route.engine] += count
-        self._num_context[route.engine] += count * route.num_prompt_tokens
+        self._add_decodes(route, route.engine, count)
 
     def _leave_prompt(self, route: Route) -> None:
         self._num_prompt[route.engine] -= route.num_prompt

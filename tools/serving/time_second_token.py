@@ -1,6 +1,6 @@
 """The time to the second token of a fleet that hands each prompt over, beside that of one engine.
 
-    nice -n -15 python -m tools.serving.time_second_token [--turns 15] [--json FILE]
+    chrt -r 1 python -m tools.serving.time_second_token [--turns 15] [--json FILE]
 
 Starts one engine of one thread, and a fleet of an engine for prompts and one for answers, of one thread each on
 processors of their own. In turns they get the same new prompt, while the others rest: `seconds` are medians from the
@@ -112,21 +112,34 @@ def measure(model: Path, turns: int, lengths: Sequence[int], **settings: Any) ->
     return rows
 
 
+def priority() -> str:
+    """This process's priority, which its engines have, too."""
+    policies = {getattr(os, name): name for name in ("SCHED_OTHER", "SCHED_FIFO", "SCHED_RR") if hasattr(os, name)}
+    policy = os.sched_getscheduler(0)
+    level = os.sched_getparam(0).sched_priority
+    return f"{policies.get(policy, policy)}, {f'priority {level}' if level else f'nice {os.nice(0)}'}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15, help="Prompts of a length.")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="Tokens of a prompt.")
+    parser.add_argument("--models", nargs="+", default=["demo", "quarter"], choices=["demo", "quarter"], help="Shapes.")
     parser.add_argument("--layers", type=int, default=7, help="Layers that the second shape has.")
     parser.add_argument("--note", default="", help="About the machine, kept in the file.")
     parser.add_argument("--json", type=Path, help="File for the report.")
     given = parser.parse_args()
-    models = {"demo": measure(DEMO, given.turns, given.lengths)}
+    models = {}
+    if "demo" in given.models:
+        models["demo"] = measure(DEMO, given.turns, given.lengths)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), 1024, given.layers, MOST_TOKENS)
-        models["quarter of 0.6B"] = measure(Path(folder), given.turns, given.lengths, load_format="dummy")
+        if "quarter" in given.models:
+            write_model(Path(folder), 1024, given.layers, MOST_TOKENS)
+            models["quarter of 0.6B"] = measure(Path(folder), given.turns, given.lengths, load_format="dummy")
     rows = [row for each in models.values() for row in each]
     report = finished({
-        "command": f"nice -n -15 python -m tools.serving.time_second_token --turns {given.turns}",
+        "command": f"python -m tools.serving.time_second_token {' '.join(sys.argv[1:])}",
+        "priority": priority(),
         "note": given.note,
         "models": models,
         "worst_ratio": max(row["ratio"] for row in rows),

@@ -104,7 +104,7 @@ class RunningClient(EngineClient, Protocol):
 
     def take_block_changes(self) -> BlockChanges | None: ...
 
-    def expect(self, source: Source) -> None: ...
+    def expect(self, source: Source, request: EngineRequest | None) -> None: ...
 
     def drop_pages(self, lease: str) -> None: ...
 
@@ -266,8 +266,8 @@ class ProcessServer:
         match message:
             case EngineRequest():
                 self._submit(client, message)
-            case Expect(source):
-                client.expect(source)
+            case Expect(source, request):
+                client.expect(source, request)
             case DropPages(lease):
                 client.drop_pages(lease)
             case LimitSteps(max_tokens, seconds, coefficients):

@@ -250,9 +250,9 @@ class ProcessEngineClient(EngineClient):
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         return self._send_call("reset_prefix_cache", [])
 
-    def expect(self, source: Source) -> None:
+    def expect(self, source: Source, request: EngineRequest | None) -> None:
         """Have the engine take the pages of a request that will come. Without effect unless it is ready."""
-        self._send_if_ready(Expect(source))
+        self._send_if_ready(Expect(source, request))
 
     def drop_pages(self, lease: str) -> None:
         """Have the engine forget the pages of a lease, offered or taken."""

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.admission import RETRY_AFTER_S, check_room
+from runtime.engine.admission import RETRY_AFTER_S, check_room, record_of
 from runtime.engine.engine import Engine
 from runtime.engine.errors import EngineDeadError, QueueFullError
 from runtime.engine.messages import (
@@ -78,11 +79,15 @@ class ThreadEngineClient(EngineClient):
         self._orders: set[Future[NDArray[np.float32]]] = set()
         self._num_submitted = 0  # requests among the commands
         self._num_submitted_tokens = 0  # in their prompts
+        self._has_begun = False  # another engine has begun one of these
         self._is_closing = False
         self._drains = False
         self._has_died = False
         self._is_idle = False  # its thread sleeps
         self._is_lent = False  # another thread runs the engine meanwhile
+        if engine.hand_overs is not None:
+            engine.hand_overs.tell = lambda output: self._deliver([output])
+            engine.hand_overs.arrivals.on_arrival = self._wake
         self._thread = threading.Thread(target=self._run, name="xserv-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -109,6 +114,7 @@ class ThreadEngineClient(EngineClient):
             self._delivery.open(request, sink)
             self._num_submitted += 1
             self._num_submitted_tokens += num_tokens
+            self._has_begun = self._has_begun or bool(request.begun)
             self._enqueue(partial(self._admit, prepared))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -161,21 +167,29 @@ class ThreadEngineClient(EngineClient):
         """See ``Engine.take_block_changes``. To be called on the engine's thread."""
         return self._engine.take_block_changes()
 
-    def expect(self, source: Source) -> None:
-        """Take the pages of a request that will come."""
+    def expect(self, source: Source, request: EngineRequest | None) -> None:
+        """Take the pages of a request that will come, and reserve blocks for it if it is given."""
         if (hand_overs := self._engine.hand_overs) is not None:
             hand_overs.arrivals.expect(source)
+            with suppress(XservError):  # the request will be refused when it comes
+                if request is not None:
+                    self._command(partial(hand_overs.reserve, record_of(request, self.info)))
 
     def drop_pages(self, lease: str) -> None:
         """Drop offers and pages of this lease."""
         if (hand_overs := self._engine.hand_overs) is not None:
             hand_overs.drop(lease)
+            self._command(partial(hand_overs.reserved.drop, lease))
 
     def limit_steps(self, limit: StepLimit) -> None:
         """See ``Scheduler.limit_steps``."""
+        self._command(partial(self._engine.scheduler.limit_steps, limit))
+
+    def _command(self, work: Callable[[], object]) -> None:
+        """Queue work without outputs for the engine's thread between two steps."""
 
         def run() -> list[EngineOutput]:
-            self._engine.scheduler.limit_steps(limit)
+            work()
             return []
 
         with self._condition:
@@ -315,15 +329,11 @@ class ThreadEngineClient(EngineClient):
     def _tell(self, command: Callable[[str], None], request_id: str) -> None:
         """Queue a call for the engine's thread between two steps, if the request is open."""
 
-        def run() -> list[EngineOutput]:
-            command(request_id)
-            return []
-
         if not self._origin.is_here:
             return
         with self._condition:
             if request_id in self._delivery:
-                self._enqueue(run)
+                self._command(partial(command, request_id))
 
     def _compute(self, work: Callable[[], T]) -> Future[T]:
         """Queue work for the engine's thread between two steps. Raises ``EngineDeadError``."""
@@ -351,6 +361,10 @@ class ThreadEngineClient(EngineClient):
             raise EngineDeadError("the engine's loop has died; see the log")
         if self._is_closing:
             raise EngineDeadError("the engine is closed or closing")
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify()
 
     def _enqueue(self, command: Callable[[], list[EngineOutput]]) -> None:
         self._commands.append(command)
@@ -410,7 +424,7 @@ class ThreadEngineClient(EngineClient):
 
     def _await_burst(self) -> None:
         end = time.monotonic() + BURST_MOST_S
-        while (count := self._num_submitted) and time.monotonic() < end:
+        while (count := self._num_submitted) and not self._has_begun and time.monotonic() < end:
             time.sleep(BURST_PAUSE_S)
             if self._num_submitted == count:
                 return
@@ -420,6 +434,7 @@ class ThreadEngineClient(EngineClient):
         with self._condition:
             commands = list(self._commands)
             self._commands.clear()
+            self._has_begun = False
         return [output for command in commands for output in command()]
 
     def _admit(self, request: Request) -> list[EngineOutput]:

@@ -81,9 +81,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """A request will come whose pages are offered here: take them now."""
+    """A request will come whose pages are offered here: take them now. If it is given, reserve blocks for its prompt;
+    its choices have begun with one token, whichever."""
 
     source: Source
+    request: EngineRequest | None
 
 
 class DropPages(msgspec.Struct, frozen=True, tag=True):

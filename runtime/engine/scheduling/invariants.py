@@ -8,6 +8,7 @@ from typing import Protocol
 from runtime.engine.errors import InvariantError
 from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.reserved_prefixes import ReservedPrefixes
 from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import Step
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
@@ -26,6 +27,7 @@ class Scheduler(Protocol):
     free_rows: list[int]
     open_steps: list[Step]
     stored: StoredPrefixes | None
+    reserved: ReservedPrefixes | None
 
 
 def check_step(scheduler: Scheduler, step: Step) -> None:
@@ -124,6 +126,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     holds = [[source] for step in scheduler.open_steps for source, _ in step.held_blocks]
     if scheduler.stored is not None:
         holds.append(scheduler.stored.held_blocks)
+    if scheduler.reserved is not None:
+        holds.append(scheduler.reserved.held_blocks)
     pool.check_invariants([*(sequence.held_blocks for sequence in scheduler.running), *holds])
     if pool.host_pool is not None:
         returned = [step.returned_slots for step in scheduler.open_steps]

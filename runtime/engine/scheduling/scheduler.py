@@ -32,6 +32,7 @@ from runtime.engine.scheduling.invariants import check_scheduler, check_step
 from runtime.engine.scheduling.placement import Placement, crosses
 from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
+from runtime.engine.scheduling.reserved_prefixes import ReservedPrefixes
 from runtime.engine.scheduling.sequence import Request, Sequence, State, choose_rotation, is_at_switch, within_switch
 from runtime.engine.scheduling.step import PreemptionWay, Step
 from runtime.engine.scheduling.step_limit import StepLimit
@@ -54,6 +55,7 @@ class Scheduler:
     drafts      draft tokens of running sequences, for the next step that decodes them
     paused      requests whose sequences are held from the next step on, until they are added again
     stored      prefixes that are kept elsewhere, or None
+    reserved    those of requests that will come from other engines, or None
     on_pages    called with a choice that will leave this engine (``Request.lease``) once more of its tokens are
                 committed, with the states after them, and when it leaves
     """
@@ -73,6 +75,7 @@ class Scheduler:
         self.drafts: dict[Sequence, list[int]] = {}
         self.paused: set[Request] = set()
         self.stored: StoredPrefixes | None = None
+        self.reserved: ReservedPrefixes | None = None
         self.on_pages: OnPages | None = None
         self.policy = policy_of(config, limits.max_num_batched_tokens, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
@@ -306,12 +309,16 @@ class Scheduler:
             if self.limits.longrope_threshold is not None:
                 choose_rotation(sequence, self.limits.longrope_threshold, self.pool.host_pool)
             if self._placement.refuses(sequence):
+                if self._takes_reserved():
+                    continue
                 return
             if self.stored is not None and not self._restore(self.stored, sequence, step):
                 return
             is_new = sequence.num_cached_tokens is None
             count = self._placement.start(sequence, step, len(self.running))
             if not count:
+                if self._takes_reserved():
+                    continue
                 return
             self._leave(sequence)
             if is_new:
@@ -324,14 +331,31 @@ class Scheduler:
                 self._chunks.limit.is_full = True
             most = None if most is None else most - 1
 
+    def _takes_reserved(self) -> bool:
+        """Give up reserved blocks for a waiting sequence if none runs: one always fits the pool."""
+        return not self.running and self.reserved is not None and self.reserved.drop()
+
     def _restore(self, stored: StoredPrefixes, sequence: Sequence, step: Step) -> bool:
         """Read what a store has of a new sequence's prefix; False while it has to wait for more. That does not begin
         while a block that is free now is still to be copied from, or written by a step that runs."""
         if sequence.num_cached_tokens is not None or sequence.host_slots or sequence.needs_prompt_logprobs:
             return True
-        has_copies = self.pool.offloads or any(each.swap_out for each in (step, *self.open_steps))
-        may_begin = not (has_copies or (self.open_steps and not stored.is_ordered))
+        if self.reserved is not None and self.reserved.covers(sequence):
+            return True
+        may_begin = self._may_write(stored) and not step.swap_out
         return stored.restore(sequence, len(self.running), may_begin=may_begin)
+
+    def _may_write(self, stored: StoredPrefixes) -> bool:
+        """Whether the host may write free blocks."""
+        has_copies = self.pool.offloads or any(each.swap_out for each in self.open_steps)
+        return not (has_copies or (self.open_steps and not stored.is_ordered))
+
+    def fill_reserved(self) -> None:
+        """Read what has arrived of prompts that will come, unless others wait: these go first."""
+        if self.reserved is not None and self.reserved.has_pages and not self.waiting:
+            assert self.stored is not None
+            if self._may_write(self.stored):
+                self.reserved.fill(len(self.running))
 
     def _idle(self) -> list[Sequence]:
         """The running sequences that a step may be planned for."""
@@ -370,6 +394,8 @@ class Scheduler:
         needed = self.pool.by_pool(map(sum, zip(*lacking.values())))
         while not self.pool.has_room(needed):
             if self.stored is not None and self.stored.drop():
+                continue
+            if self.reserved is not None and self.reserved.drop():
                 continue
             if len(self.running) == 1:
                 return False

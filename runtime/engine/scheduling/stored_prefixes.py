@@ -354,15 +354,20 @@ class StoredPrefixes:
         """Blocks of a prefix that is being read back."""
         return [] if self._restoring is None else self._restoring.held_blocks
 
+    def ask(self, sequence: _Prompt) -> _Asked:
+        """Hash a sequence's tokens, unless it was the latest."""
+        asked, salt = self._asked, sequence.chain.salt
+        if asked is None or (asked.sequence, asked.salt) != (sequence, salt):
+            tokens = np.ascontiguousarray(sequence.prefix_keys(0, sequence.num_tokens - 1), np.int32)
+            asked = self._asked = _Asked(sequence, salt, tokens, list(self._names(tokens, salt)))
+        return asked
+
     def _begin(
         self, sequence: _Prompt, *, num_running: int = 0, most_blocks: Sequence[int] | None = None
     ) -> _Restoring | None:
         """Find a sequence's prefix, and take blocks for it, at most so many of each pool. None if the store has nothing
         more, or there is no room."""
-        pool, asked, salt = self._pool, self._asked, sequence.chain.salt
-        if asked is None or (asked.sequence, asked.salt) != (sequence, salt):
-            tokens = np.ascontiguousarray(sequence.prefix_keys(0, sequence.num_tokens - 1), np.int32)
-            asked = self._asked = _Asked(sequence, salt, tokens, list(self._names(tokens, salt)))
+        pool, asked = self._pool, self.ask(sequence)
         self._store.refresh()
         wanted = self._find(asked)
         if wanted is None:

@@ -55,9 +55,13 @@ class Arrivals:
         self._places: dict[bytes, list[tuple[str, int, int]]] = {}  # lease, number of the pages, row; by key
         self._after: dict[bytes, dict[bytes, None]] = {}  # keys by their parent's
         self._num_bytes = 0
+        self._fresh: dict[str, None] = {}
+        self.on_arrival: Callable[[], None] = _do_nothing
+        """Called when pages have come, on a transport's thread."""
 
     def expect(self, source: Source) -> None:
         """Have an offer pulled, unless it is already. Thread-safe."""
+        self._drop_old()
         with self._condition:
             if source.lease in self._arrivals:
                 return
@@ -74,6 +78,11 @@ class Arrivals:
             arrival = self._arrivals.get(lease)
             return (True, None) if arrival is None else (arrival.is_over, arrival.error)
 
+    def has(self, lease: str) -> bool:
+        """Whether this offer is expected, or here."""
+        with self._condition:
+            return lease in self._arrivals
+
     def wait(self, timeout_s: float) -> None:
         """Wait at most so long until anything has come."""
         with self._condition:
@@ -83,6 +92,7 @@ class Arrivals:
         """Forget what has come, and pull no more. Thread-safe."""
         with self._condition:
             arrival = self._arrivals.pop(lease, None)
+            self._fresh.pop(lease, None)
             for number, pages in enumerate(() if arrival is None else arrival.pages):
                 self._num_bytes -= pages.num_bytes
                 for row, name in enumerate(pages.names):
@@ -100,7 +110,7 @@ class Arrivals:
             if transport is not None:
                 transport.drop(lease)
 
-    def drop_old(self) -> None:
+    def _drop_old(self) -> None:
         """Forget what no request has come for."""
         before_s = time.monotonic() - KEPT_S
         with self._condition:
@@ -129,6 +139,20 @@ class Arrivals:
                 self._after.setdefault(name.parent, {})[name.key] = None
             arrival.pages.append(pages)
             self._num_bytes += pages.num_bytes
+            self._fresh[lease] = None
+            self._condition.notify_all()
+        self.on_arrival()
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether ``take_fresh`` has something."""
+        return bool(self._fresh)
+
+    def take_fresh(self) -> list[str]:
+        """Leases of which pages have come since the last call."""
+        with self._condition:
+            fresh, self._fresh = list(self._fresh), {}
+        return fresh
 
     def _end(self, lease: str, error: TransferError | None) -> None:
         """See `Ended`."""
@@ -241,3 +265,7 @@ class Arrivals:
             return None
         lease, number, row = places[0]
         return self._arrivals[lease].pages[number].names[row]
+
+
+def _do_nothing() -> None:
+    """Nobody waits."""

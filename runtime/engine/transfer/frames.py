@@ -64,7 +64,20 @@ class End(msgspec.Struct, tag=True):
     """That was all."""
 
 
-Message = Wanted | Mine | Refusal | Header | Alive | End
+class Place(msgspec.Struct, tag=True):
+    """Bytes of pages lie in the sender's memory, for a library that knows it by ``metadata``."""
+
+    metadata: bytes
+    address: int
+    num_bytes: int
+    digest: bytes
+
+
+class IsRead(msgspec.Struct, tag=True):
+    """The receiver has read these."""
+
+
+Message = Wanted | Mine | Refusal | Header | Place | IsRead | Alive | End
 T = TypeVar("T")
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -81,11 +94,11 @@ class PlaneCarrier(Protocol):
         """Raises `TransferError` for pages that this engine's pool has not."""
         ...
 
-    def send_planes(self, connection: socket.socket, planes: Sequence[NDArray[np.uint8]]) -> None:
-        """Sends the pages of a header that was sent. Raises OSError."""
+    def send_planes(self, stream: Stream, planes: Sequence[NDArray[np.uint8]]) -> None:
+        """Sends the pages of a header that was sent. Raises OSError, `TransferError`."""
         ...
 
-    def receive_planes(self, connection: socket.socket, num_bytes: int) -> NDArray[np.uint8]:
+    def receive_planes(self, stream: Stream, num_bytes: int) -> NDArray[np.uint8]:
         """All planes' bytes. Raises OSError, `TransferError`."""
         ...
 
@@ -94,7 +107,7 @@ class Stream:
     """Frames over a connection. Each has a code over its number, its direction and its content."""
 
     def __init__(self, connection: socket.socket, key: bytes, carrier: PlaneCarrier, *, is_sender: bool) -> None:
-        self._connection, self._key, self._carrier = connection, key, carrier
+        self.connection, self._key, self._carrier = connection, key, carrier
         self._is_sender = is_sender
         self._num_sent = self._num_received = 0
         self._code = b""
@@ -109,9 +122,9 @@ class Stream:
         for plane in inline:
             code.update(plane.reshape(-1).data)
         self._num_sent += 1
-        self._connection.sendall(_HEAD.pack(_MAGIC, len(header), num_bytes, code.digest()) + header)
+        self.connection.sendall(_HEAD.pack(_MAGIC, len(header), num_bytes, code.digest()) + header)
         if planes:
-            self._carrier.send_planes(self._connection, planes)
+            self._carrier.send_planes(self, planes)
 
     def send_pages(self, pages: Pages) -> None:
         """Raises OSError."""
@@ -128,12 +141,12 @@ class Stream:
     def receive(self) -> Message:
         """The next message, but for its pages. Raises OSError, `TransferError`."""
         head = bytearray(_HEAD.size)
-        read_whole(self._connection, memoryview(head))
+        read_whole(self.connection, memoryview(head))
         magic, num_header, num_bytes, self._code = _HEAD.unpack(head)
         if magic != _MAGIC or num_header > _MOST_HEADER_BYTES or num_bytes > _MOST_PAGE_BYTES:
             raise TransferError(f"the peer sent no frame, or one of {num_header:,} and {num_bytes:,} bytes")
         header = bytearray(num_header)
-        read_whole(self._connection, memoryview(header))
+        read_whole(self.connection, memoryview(header))
         self._begun = self._start(self._num_received, header, by_sender=not self._is_sender)
         self._num_received += 1
         try:
@@ -153,7 +166,7 @@ class Stream:
         """By plane ``[num_pages, page_bytes]``. Raises OSError, `TransferError`."""
         self._carrier.check_form(header.pool, header.page_bytes)
         count, num_bytes = len(header.names), _num_bytes(header)
-        data = self._carrier.receive_planes(self._connection, num_bytes)
+        data = self._carrier.receive_planes(self, num_bytes)
         if self._carrier.num_inline:
             self._begun.update(data.data)
             self._verify()

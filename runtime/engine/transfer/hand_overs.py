@@ -1,8 +1,14 @@
 """An engine's part in handing requests over: it offers the pages of those that will leave, and waits for those of
 requests that come.
 
-Pages are copied to the host after each chunk of a prompt, while later ones are computed; the last page, which is
-not full, when the choice leaves. A page's name is that of `StoredPrefixes`, so the other engine finds it by the tokens.
+    an engine that computes a prompt                  the one that goes on
+    begin: its first step is planned         ──told──▶ reserve: the offer is being pulled, blocks will be held
+    note: pages, copied to the host          ──pages─▶ take_in: they are read into the blocks
+    end: the first token is drawn, all is there
+             └──────── the fleet: the request, with the token ────────▶ admit, and the next step decodes it
+
+Pages are copied after each chunk of a prompt, while later ones are computed; the last page, which is not full, when the
+choice leaves. A page's name is that of `StoredPrefixes`, so the other engine finds it by the tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +21,13 @@ import numpy as np
 
 from runtime.engine.messages import EngineOutput, Source
 from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.reserved_prefixes import ReservedPrefixes
+from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes, of_group, page_key
 from runtime.engine.transfer.arrivals import Arrivals
 from runtime.engine.transfer.identity import RefusedError
-from runtime.engine.transfer.transport import Pages, Transport
+from runtime.engine.transfer.transport import NO_PAGES, Pages, Transport
 from runtime.kv.page_store import PageName
 
 logger = logging.getLogger("xserv.engine")
@@ -51,7 +59,6 @@ class _Offered:
 class _Lease:
     transport: Transport
     is_dropped: bool = False
-    is_announced: bool = False
     num_blocks: int = 0
     choices: dict[int, _Offered] = field(default_factory=dict)
 
@@ -62,21 +69,36 @@ class HandOvers:
     Args:
         transports: by the scheme of their leases and addresses.
         arrivals: the store of ``stored``.
+        has_fleet: a fleet wants to know of requests that begin.
     """
 
     def __init__(
-        self, pool: BlockPool, stored: StoredPrefixes, transports: dict[str, Transport], arrivals: Arrivals
+        self,
+        pool: BlockPool,
+        stored: StoredPrefixes,
+        transports: dict[str, Transport],
+        arrivals: Arrivals,
+        *,
+        has_fleet: bool,
     ) -> None:
         self._pool, self._stored = pool, stored
-        self.transports, self.arrivals = transports, arrivals
+        self.reserved = ReservedPrefixes(pool, stored)
+        self.tell: Callable[[EngineOutput], None] | None = None
+        self.transports, self.arrivals, self._has_fleet = transports, arrivals, has_fleet
         self.counters = TransferCounters()
         self._leases: dict[str, _Lease] = {}  # by request
+        self._announced: list[EngineOutput] = []
         self._awaited: list[Request] = []
         self._starting: list[Request] = []  # their pages lie here until they run
 
     def __len__(self) -> int:
         """Requests that wait for pages."""
         return len(self._awaited)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether pages have arrived that `take_in` can read."""
+        return self.arrivals.has_fresh or self.reserved.has_pages
 
     def admit(self, request: Request) -> None:
         """A request was admitted."""
@@ -86,6 +108,16 @@ class HandOvers:
         if request.source is not None:
             self.arrivals.expect(request.source)
             self._awaited.append(request)
+
+    def begin(self, request: Request) -> None:
+        """The request's first step is planned: say that its pages can be taken."""
+        lease = self._leases.get(request.request_id)
+        if lease is not None and lease.transport.offer(request.lease, NO_PAGES) and self._has_fleet:
+            output = EngineOutput(request_id=request.request_id, index=0, new_token_ids=[], num_prompt_tokens=0)
+            if self.tell is None:
+                self._announced.append(output)
+            else:
+                self.tell(output)
 
     def note(self, sequence: Sequence, states: list[list[int]] | None = None, *, is_final: bool = False) -> None:
         """The first ``num_committed`` tokens of a choice that will leave lie in its blocks, and, by group, the states
@@ -153,17 +185,27 @@ class HandOvers:
             else:  # it was cancelled, or failed
                 lease.transport.drop(request.lease)
         if request.source is not None:
-            self.arrivals.drop(request.source.lease)
+            self._drop_arrival(request.source.lease)
             for requests in (self._awaited, self._starting):
                 if request in requests:
                     requests.remove(request)
 
     def announce(self, outputs: list[EngineOutput]) -> None:
-        """Say of each request whose first pages are offered, while more will come, that they can be taken."""
-        for request_id, lease in self._leases.items():
-            if lease.num_blocks and not lease.is_announced:
-                lease.is_announced = True
-                outputs.append(EngineOutput(request_id=request_id, index=0, new_token_ids=[], num_prompt_tokens=0))
+        """Say what `begin` could not tell."""
+        outputs += self._announced
+        self._announced.clear()
+
+    def reserve(self, request: Request) -> None:
+        """This request will come for its source; it has a token in the place of its first."""
+        lease = _source_of(request).lease
+        if self.arrivals.has(lease):
+            self.reserved.expect(lease, Sequence(request, 0))
+            self.reserved.note([lease])
+
+    def take_in(self, scheduler: Scheduler) -> None:
+        """Read pages that have arrived into reserved blocks."""
+        self.reserved.note(self.arrivals.take_fresh())
+        scheduler.fill_reserved()
 
     def wait(self, timeout_s: float) -> None:
         """Wait at most so long until anything has come."""
@@ -194,7 +236,7 @@ class HandOvers:
         for request in list(self._starting):
             if all(each.num_cached_tokens is not None or each.is_finished for each in request.sequences):
                 self._starting.remove(request)
-                self.arrivals.drop(_source_of(request).lease)
+                self._drop_arrival(_source_of(request).lease)
 
     def stats(self) -> dict[str, int]:
         """Fields of `EngineStats`. Thread-safe."""
@@ -209,10 +251,14 @@ class HandOvers:
         }
 
     def drop(self, lease: str) -> None:
-        """Forget the pages of this lease, offered or taken. Thread-safe."""
+        """Forget the pages of this lease, offered or taken, but for reserved blocks. Thread-safe."""
         self.arrivals.drop(lease)
         if (transport := self.transports.get(lease.partition(":")[0])) is not None:
             transport.drop(lease)
+
+    def _drop_arrival(self, lease: str) -> None:
+        self.arrivals.drop(lease)
+        self.reserved.drop(lease)
 
     def close(self) -> None:
         """No more is offered or taken; offers that are being taken are completed first."""

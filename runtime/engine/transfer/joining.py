@@ -18,6 +18,7 @@ from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.transfer.arrivals import Arrivals
 from runtime.engine.transfer.identity import Identity
+from runtime.engine.transfer.nixl_transport import NixlTransport
 from runtime.engine.transfer.sockets import SharedMemoryTransport, TcpTransport
 from runtime.engine.transfer.transport import Transport
 from runtime.errors import XservError
@@ -50,6 +51,7 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
         "quantization": info.quantization,
         "kv_cache_dtype": info.kv_cache_dtype,
         "block_size": str(info.block_size),
+        "kv_transfer_library": settings.library,
     }
     identity = Identity(facts, digest, pages.page_bytes)
     transports: dict[str, Transport] = {}
@@ -58,7 +60,8 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
             transports["unix"] = SharedMemoryTransport(settings.secret, identity, settings.most_bytes)
         if settings.host:
             secret = settings.foreign_secret or settings.secret
-            transports["tcp"] = TcpTransport(settings.host, settings.port, secret, identity, settings.most_bytes)
+            kind = NixlTransport if settings.library == "nixl" else TcpTransport
+            transports["tcp"] = kind(settings.host, settings.port, secret, identity, settings.most_bytes)
     except XservError as error:
         for transport in transports.values():
             transport.close()
@@ -66,7 +69,7 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
     arrivals = Arrivals(transports, settings.most_bytes, None if before is None else before.store)
     picture_of = None if engine.pictures is None else engine.pictures.keys.known_digest
     stored = StoredPrefixes(engine.pool, pages, arrivals, digest, picture_of)
-    engine.hand_over(stored, transports, arrivals)
+    engine.hand_over(stored, transports, arrivals, has_fleet=bool(settings.secret))
     addresses = tuple(each.address for each in transports.values())
     engine.info = msgspec.structs.replace(info, transfer_addresses=addresses, identity=identity)
     logger.info("requests are handed over by %s", ", ".join(addresses))

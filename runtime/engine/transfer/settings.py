@@ -23,7 +23,9 @@ def transfer_settings(config: EngineConfig, secret: bytes = b"", engine: int = 0
         if not config.hands_over:
             return None
         host = "127.0.0.1" if is_remote else ""  # Ray puts the node's there
-        return TransferSettings(secret=secret, host=host, most_bytes=config.kv_transfer_bytes)
+        return TransferSettings(
+            secret=secret, host=host, most_bytes=config.kv_transfer_bytes, library=config.kv_transfer_library
+        )
     host, port = parse_address(address)
     return TransferSettings(
         secret=secret if config.hands_over else b"",
@@ -31,6 +33,7 @@ def transfer_settings(config: EngineConfig, secret: bytes = b"", engine: int = 0
         port=port + engine,
         foreign_secret=_secret_of(Path(config.kv_transfer_key_file)),
         most_bytes=config.kv_transfer_bytes,
+        library=config.kv_transfer_library,
     )
 
 

@@ -5,6 +5,8 @@
     receiver → sender   its identity, the lease, the blocks that it expects
     sender → receiver   a refusal; or pages as they come, a sign of life each second between them, and the end
 
+After the end the receiver keeps the connection for a while, for the next lease: to connect takes as long as a short
+prompt.
 Frames are authenticated, not encrypted (`runtime.engine.transfer.frames`), so `TcpTransport` takes private addresses
 alone. `SharedMemoryTransport` sends pages as descriptors of memory files over a Unix socket.
 """
@@ -17,6 +19,7 @@ import logging
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -44,8 +47,11 @@ STALL_S = 5.0
 ALIVE_S = 1.0
 LEASE_S = 60.0
 """An offer that was not taken is dropped after so long."""
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 256
 """Offers that are sent at once; further ones wait."""
+IDLE_S = 60.0
+MOST_IDLE = 4
+"""How long, and how many of a peer's, connections are kept for the next lease."""
 
 
 @dataclass(slots=True)
@@ -55,6 +61,24 @@ class _Offer:
     is_complete: bool = False
     is_taken: bool = False
     touched_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A receiver's connection, between two leases."""
+
+    connection: socket.socket
+    stream: Stream
+    since_s: float = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the peer has closed it, may soon, or has sent what was not asked for."""
+        if time.monotonic() - self.since_s > IDLE_S / 2:
+            return True
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 class SocketTransport(ABC):
@@ -75,6 +99,7 @@ class SocketTransport(ABC):
         self._offers: dict[str, _Offer] = {}
         self._num_staged_bytes = 0
         self._pulls: dict[str, socket.socket | None] = {}
+        self._idle: dict[str, list[_Link]] = {}  # by address
         self._is_closed = False
         self.num_sent_bytes = self.num_received_bytes = self.num_expired = 0
         self._room = threading.Semaphore(MOST_CONNECTIONS)
@@ -106,7 +131,7 @@ class SocketTransport(ABC):
                 logger.warning("pages of a request are not handed over: more than %d bytes wait", self._most_bytes)
                 self._forget(lease)
                 return False
-            else:
+            elif pages.names:
                 offer.waiting.append(pages)
                 offer.num_blocks += len(pages.names)
                 self._num_staged_bytes += pages.num_bytes
@@ -142,6 +167,9 @@ class SocketTransport(ABC):
             for lease in list(self._offers):
                 self._forget(lease)
             pulls = list(self._pulls)
+            for link in (link for links in self._idle.values() for link in links):
+                link.connection.close()
+            self._idle.clear()
             self._condition.notify_all()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -182,28 +210,39 @@ class SocketTransport(ABC):
             self.num_expired += len(expired)
 
     def _serve(self, connection: socket.socket) -> None:
-        lease = ""
         try:
             with connection:
                 self.check_peer(connection)
                 stream = Stream(connection, greet(connection, self._secret), self, is_sender=True)
                 connection.settimeout(STALL_S)
                 stream.send(Mine(self._identity))
-                wanted = stream.receive_a(Wanted)
-                try:
-                    self._identity.check(wanted.identity)
-                    offer = self._take(wanted)
-                except TransferError as error:
-                    stream.send(Refusal(str(error), isinstance(error, StaleLeaseError)))
-                    return
-                lease = wanted.lease
-                self._send(stream, lease, offer)
+                while self._serve_one(connection, stream):
+                    connection.settimeout(IDLE_S)
         except (OSError, XservError) as error:
             logger.info("pages were not handed over: %s", error)
         finally:
             self._room.release()
+
+    def _serve_one(self, connection: socket.socket, stream: Stream) -> bool:
+        """Send the next offer. False if the connection is at its end. Raises OSError, `TransferError`."""
+        try:
+            if not connection.recv(1, socket.MSG_PEEK):
+                return False
+        except TimeoutError:
+            return False
+        connection.settimeout(STALL_S)
+        wanted = stream.receive_a(Wanted)
+        try:
+            self._identity.check(wanted.identity)
+            offer = self._take(wanted)
+        except TransferError as error:
+            stream.send(Refusal(str(error), isinstance(error, StaleLeaseError)))
+            return False
+        try:
+            return self._send(stream, wanted.lease, offer)
+        finally:
             with self._condition:
-                self._forget(lease)
+                self._forget(wanted.lease)
 
     def _take(self, wanted: Wanted) -> _Offer:
         with self._condition:
@@ -215,7 +254,8 @@ class SocketTransport(ABC):
             offer.is_taken = True
             return offer
 
-    def _send(self, stream: Stream, lease: str, offer: _Offer) -> None:
+    def _send(self, stream: Stream, lease: str, offer: _Offer) -> bool:
+        """False if it was dropped."""
         while True:
             with self._condition:
                 self._condition.wait_for(
@@ -224,7 +264,7 @@ class SocketTransport(ABC):
                 pages = offer.waiting.popleft() if offer.waiting else None
                 is_over = pages is None and offer.is_complete
                 if pages is None and self._offers.get(lease) is not offer:
-                    break  # it was dropped: the other side sees the connection end
+                    return False  # the other side sees the connection end
             if pages is not None:
                 stream.send_pages(pages)
                 with self._condition:
@@ -232,7 +272,7 @@ class SocketTransport(ABC):
                     self.num_sent_bytes += pages.num_bytes
             elif is_over:
                 stream.send(End())
-                break
+                return True
             else:
                 stream.send(Alive())
 
@@ -240,21 +280,13 @@ class SocketTransport(ABC):
 
     def _pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
         error: TransferError | None = None
+        link: _Link | None = None
         try:
-            with self.connect(source.address) as connection:
-                with self._condition:
-                    self._pulls[source.lease] = connection
-                connection.settimeout(STALL_S)
-                try:
-                    key = answer(connection, self._secret, source.address)
-                except HandshakeError as caught:
-                    raise RefusedError(f"{source.address} and this engine do not share a key: {caught}") from None
-                stream = Stream(connection, key, self, is_sender=False)
-                connection.settimeout(STALL_S)
-                theirs = stream.receive_a(Mine).identity
-                stream.send(Wanted(self._identity, source.lease, source.block_ids))
-                self._identity.check(theirs)
-                self._receive(stream, arrived)
+            link = self._idle_link(source.address) or self._link(source)
+            with self._condition:
+                self._pulls[source.lease] = link.connection
+            link.stream.send(Wanted(self._identity, source.lease, source.block_ids))
+            self._receive(link.stream, arrived)
         except TransferError as caught:
             error = caught
         except (OSError, XservError) as caught:
@@ -262,10 +294,51 @@ class SocketTransport(ABC):
         except Exception:
             logger.exception("pages could not be taken from %s", source.address)
             error = TransferError("pages could not be taken")
-        finally:
-            with self._condition:
-                self._pulls.pop(source.lease, None)
+        with self._condition:
+            self._pulls.pop(source.lease, None)
+            links = self._idle.setdefault(source.address, [])
+            if link is not None and error is None and len(links) < MOST_IDLE and not self._is_closed:
+                link.since_s = time.monotonic()
+                links.append(link)
+                link = None
+            if not links:
+                del self._idle[source.address]
+        if link is not None:
+            link.connection.close()
         ended(error)
+
+    def _link(self, source: Source) -> _Link:
+        """A new connection to a peer that has alike pages. Raises OSError, `TransferError`."""
+        connection = self.connect(source.address)
+        try:
+            with self._condition:
+                self._pulls[source.lease] = connection
+            connection.settimeout(STALL_S)
+            try:
+                key = answer(connection, self._secret, source.address)
+            except HandshakeError as caught:
+                raise RefusedError(f"{source.address} and this engine do not share a key: {caught}") from None
+            stream = Stream(connection, key, self, is_sender=False)
+            connection.settimeout(STALL_S)
+            self._identity.check(stream.receive_a(Mine).identity)
+        except BaseException:
+            connection.close()
+            raise
+        return _Link(connection, stream)
+
+    def _idle_link(self, address: str) -> _Link | None:
+        """A kept connection to a peer, and none whose peer has closed it."""
+        with self._condition:
+            for each in list(self._idle):
+                alive = [link for link in self._idle[each] if not link.has_ended]
+                for link in self._idle[each]:
+                    if link not in alive:
+                        link.connection.close()
+                self._idle[each] = alive
+                if not alive:
+                    del self._idle[each]
+            links = self._idle.get(address)
+            return links.pop() if links else None
 
     def _receive(self, stream: Stream, arrived: Arrived) -> None:
         while True:
@@ -301,15 +374,15 @@ class SocketTransport(ABC):
     def check_peer(self, connection: socket.socket) -> None:
         """Raises `TransferError` for a peer that is not spoken to."""
 
-    def send_planes(self, connection: socket.socket, planes: Sequence[NDArray[np.uint8]]) -> None:
+    def send_planes(self, stream: Stream, planes: Sequence[NDArray[np.uint8]]) -> None:
         """After a header."""
         for plane in planes:
-            connection.sendall(plane.reshape(-1).data)
+            stream.connection.sendall(plane.reshape(-1).data)
 
-    def receive_planes(self, connection: socket.socket, num_bytes: int) -> NDArray[np.uint8]:
+    def receive_planes(self, stream: Stream, num_bytes: int) -> NDArray[np.uint8]:
         """All planes' bytes."""
         found = np.empty(num_bytes, np.uint8)
-        read_whole(connection, found.data)
+        read_whole(stream.connection, found.data)
         return found
 
     num_inline = 1
@@ -380,17 +453,17 @@ class SharedMemoryTransport(SocketTransport):
         if user != os.geteuid():
             raise TransferError(f"user {user} asked for pages of user {os.geteuid()}")
 
-    def send_planes(self, connection: socket.socket, planes: Sequence[NDArray[np.uint8]]) -> None:
+    def send_planes(self, stream: Stream, planes: Sequence[NDArray[np.uint8]]) -> None:
         memory = shared_memory(0)
         try:
             for plane in planes:
                 _write(memory, plane.reshape(-1).data)
-            socket.send_fds(connection, [b"+"], [memory])
+            socket.send_fds(stream.connection, [b"+"], [memory])
         finally:
             os.close(memory)
 
-    def receive_planes(self, connection: socket.socket, num_bytes: int) -> NDArray[np.uint8]:
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    def receive_planes(self, stream: Stream, num_bytes: int) -> NDArray[np.uint8]:
+        _, descriptors, _, _ = socket.recv_fds(stream.connection, 1, 1)
         if not descriptors:
             raise TransferError("the peer's memory did not come")
         try:

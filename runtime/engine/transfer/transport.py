@@ -1,7 +1,8 @@
 """A transport carries pages from one engine to another: four functions, of which an adapter of another library is made.
 
     sender                                     receiver
-    offer(lease, pages), as they are computed  pull(source, arrived, ended)
+    offer(lease, NO_PAGES): some will come     pull(source, arrived, ended)
+    offer(lease, pages), as they are computed
     offer(lease, None): that was all
     drop(lease)                                close()
 
@@ -40,6 +41,9 @@ class Pages(NamedTuple):
         return sum(plane.nbytes for plane in self.planes)
 
 
+NO_PAGES = Pages(0, (), ())
+"""Makes an offer whose pages are still to be computed."""
+
 Arrived = Callable[[Pages], None]
 """Takes pages, on any thread; raises `TransferError` if it cannot use them, which ends the pull."""
 
@@ -62,8 +66,8 @@ class Transport(Protocol):
         ...
 
     def offer(self, lease: str, pages: Pages | None) -> bool:
-        """Add pages to an offer, which the first call makes; None completes it. The arrays are kept. False: the offer
-        was dropped, and more of it is not wanted."""
+        """Add pages to an offer, which the first call makes, perhaps with none; None completes it. The arrays are kept.
+        False: the offer was dropped, and more of it is not wanted."""
         ...
 
     def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:

@@ -22,11 +22,11 @@ SECRET = b"k" * 32
 
 @contextmanager
 def joined_engine(
-    model: Path | None, scheme: str = "unix", *, secret: bytes = SECRET, **settings: Any
+    model: Path | None, scheme: str = "unix", *, secret: bytes = SECRET, library: str = "tcp", **settings: Any
 ) -> Iterator[Engine]:
     """An engine that others can pull from."""
     engine = build_engine(model, **settings)
-    transfer = TransferSettings(secret=secret, host="127.0.0.1" if scheme == "tcp" else "")
+    transfer = TransferSettings(secret=secret, host="127.0.0.1" if scheme == "tcp" else "", library=library)
     names = {each.name for each in fields(EngineConfig)}
     join_others(engine, EngineConfig(**{name: value for name, value in settings.items() if name in names}), transfer)
     try:

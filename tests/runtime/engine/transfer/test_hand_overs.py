@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime.engine.admission import record_of
+from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
-from runtime.engine.messages import EngineRequest, Source
+from runtime.engine.messages import Begun, EngineOutput, EngineRequest, Source
 from runtime.engine.sampling_params import SamplingParams
 from runtime.kv.kinds import State
 from tests.models.adapter_cases import load_adapter_golden
@@ -87,6 +89,108 @@ def test_nothing_of_the_prompt_is_computed_again(
         assert stored is not None
         assert stored.num_restored == length
         assert second.stats().iteration_tokens == 8
+
+
+def reserve(engine: Engine, request: EngineRequest, address: str) -> None:
+    """As a fleet does when a prompt is begun elsewhere."""
+    assert engine.hand_overs is not None
+    source = Source(address, request.lease)
+    engine.hand_overs.arrivals.expect(source)
+    begun = msgspec.structs.replace(request, lease="", source=source, begun=[Begun([0])])
+    engine.hand_overs.reserve(record_of(begun, engine.info))
+
+
+def take_in(engine: Engine, request: EngineRequest) -> None:
+    """Until all pages have come, and those that fit are read."""
+    assert engine.hand_overs is not None
+    arrivals = engine.hand_overs.arrivals
+    wait_until(lambda: arrivals.result(request.lease)[0])
+    while engine.has_work:
+        engine.step()
+        engine.check_invariants()
+
+
+@pytest.mark.parametrize("case", ["full", "windows", "states"])
+def test_blocks_are_reserved_before_the_request_comes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(State, "most_pages", lambda *_: 8)
+    model, own = write_case(tmp_path / "model", case)
+    settings: dict[str, Any] = {**SETTINGS, **own, "num_blocks": 80}
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    asked = [
+        leased(EngineRequest(request_id=f"{step}", prompt_token_ids=[(step * i + step) % 53 for i in range(61)],
+                             params=params), "unix")
+        for step in (5, 7)
+    ]  # fmt: skip
+    other = EngineRequest(request_id="other", prompt_token_ids=[(9 * i) % 53 for i in range(90)], params=params)
+    known = answered_alone(model, [*(msgspec.structs.replace(each, lease="") for each in asked), other], **settings)
+    with (
+        joined_engine(model, **settings, max_num_batched_tokens=16) as first,
+        joined_engine(model, **settings) as second,
+    ):
+        address, pool = address_of(first, "unix"), second.pool
+        for each in asked:
+            first.add(each)
+        begun = {each.request_id: list[EngineOutput]() for each in asked}
+        num_told = 0
+        while first.has_work:
+            for output in first.step():
+                if output.new_token_ids:
+                    begun[output.request_id].append(output)
+                else:
+                    reserve(second, next(each for each in asked if each.request_id == output.request_id), address)
+                    num_told += 1
+        assert num_told == 2
+        for each in asked:
+            take_in(second, each)
+        num_held = pool.num_blocks - pool.num_free
+        assert num_held > 0
+        assert second.stats().prefix_cache_restored == 2 * 61
+        rest = continued(asked[0], begun[asked[0].request_id], address)
+        found = {asked[0].request_id: [*begun[asked[0].request_id], *run(second, [rest])[asked[0].request_id]]}
+        assert said(found, asked[:1]) == {("5", 0): known["5", 0]}
+        assert second.stats().iteration_tokens == 8  # nothing of the prompt
+        assert 0 < pool.num_blocks - pool.num_free < num_held
+        assert second.hand_overs is not None
+        assert second.hand_overs.reserved.held_blocks
+        assert said(run(second, [other]), [other]) == {("other", 0): known["other", 0]}
+        second.hand_overs.drop(asked[1].lease)
+        second.hand_overs.reserved.drop(asked[1].lease)
+        assert pool.num_free == pool.num_blocks
+        assert second.stats().num_open_transfers == 0
+
+
+def test_reserved_blocks_go_to_those_that_run(tmp_path: Path) -> None:
+    """A pool that a prompt fills, and a request that needs all of it."""
+    model, own = write_case(tmp_path / "model", "full")
+    settings: dict[str, Any] = {**SETTINGS, **own, "num_blocks": 20, "max_model_len": 160}
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    size = 20 * 8 - 40
+    asked, other = (
+        EngineRequest(request_id=f"{step}", prompt_token_ids=[(step * i) % 53 for i in range(count)], params=params)
+        for step, count in ((5, size), (7, size - 8))
+    )
+    # The other one is refused while this one runs, and has to be tried again.
+    small = EngineRequest(
+        request_id="small",
+        prompt_token_ids=[(3 * i + 1) % 53 for i in range(20)],
+        params=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+    )
+    known = answered_alone(model, [asked, other, small], **settings)
+    asked = leased(asked, "unix")
+    with joined_engine(model, **settings) as first, joined_engine(model, **settings) as second:
+        address = address_of(first, "unix")
+        begun = run(first, [asked])[asked.request_id]
+        reserve(second, asked, address)
+        take_in(second, asked)
+        assert second.pool.num_free < second.pool.num_blocks // 2
+        found = said(run(second, [small, other]), [small, other])
+        assert found == {("small", 0): known["small", 0], ("7", 0): known["7", 0]}
+        assert second.pool.num_free == second.pool.num_blocks
+        outputs = {"5": [*begun, *run(second, [continued(asked, begun, address)])["5"]]}
+        assert said(outputs, [asked]) == {("5", 0): known["5", 0]}
+        assert second.stats().num_open_transfers == 0
 
 
 def hands_over_as_alone(model: Path, requests: list[EngineRequest], scheme: str = "unix", **settings: Any) -> None:

@@ -18,7 +18,7 @@ from runtime.engine.messages import Source
 from runtime.engine.transfer import sockets
 from runtime.engine.transfer.identity import Identity, MismatchError, RefusedError, TransferError
 from runtime.engine.transfer.sockets import SharedMemoryTransport, SocketTransport, TcpTransport, check_private
-from runtime.engine.transfer.transport import Pages, StaleLeaseError, check_names
+from runtime.engine.transfer.transport import NO_PAGES, Pages, StaleLeaseError, check_names
 from runtime.errors import InvalidArgumentError
 from runtime.kv.page_store import PageName
 from tests.waiting import TIMEOUT_S, wait_until
@@ -99,6 +99,48 @@ def test_pages_arrive_while_more_are_offered(pair: tuple[SocketTransport, Socket
     assert all(map(same, taken.pages, offered))
     wait_until(lambda: sender.num_open == receiver.num_open == 0)
     assert sender.num_sent_bytes == receiver.num_received_bytes == sum(each.num_bytes for each in offered)
+
+
+def test_a_connection_serves_further_leases(
+    pair: tuple[SocketTransport, SocketTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pair
+    num_links = 0
+    connect = receiver.connect
+
+    def counted(address: str) -> Any:
+        nonlocal num_links
+        num_links += 1
+        return connect(address)
+
+    monkeypatch.setattr(receiver, "connect", counted)
+    for number in range(5):
+        assert sender.offer(f"{number}", NO_PAGES)
+        taken = Taken(receiver, Source(sender.address, f"{number}"))
+        sender.offer(f"{number}", pages(number))
+        sender.offer(f"{number}", None)
+        assert taken.wait() is None
+        assert list(map(same, taken.pages, [pages(number)])) == [True]
+    assert num_links == 1
+    assert isinstance(Taken(receiver, Source(sender.address, "gone")).wait(), StaleLeaseError)
+    sender.offer("a", pages(1))
+    sender.offer("a", None)
+    assert Taken(receiver, Source(sender.address, "a")).wait() is None
+    assert num_links == 2
+
+
+def test_a_kept_connection_that_the_peer_has_closed_is_not_used(
+    pair: tuple[SocketTransport, SocketTransport],
+) -> None:
+    sender, receiver = pair
+    for number in range(3):
+        sender.offer(f"{number}", pages(number))
+        sender.offer(f"{number}", None)
+        assert Taken(receiver, Source(sender.address, f"{number}")).wait() is None
+        assert len(receiver._idle[sender.address]) == 1
+        for link in receiver._idle[sender.address]:
+            link.connection.shutdown(socket.SHUT_WR)  # the peer closes its side
+        wait_until(lambda: all(link.has_ended for link in receiver._idle[sender.address]))
 
 
 def test_a_lease_serves_once(pair: tuple[SocketTransport, SocketTransport]) -> None:
