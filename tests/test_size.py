@@ -21,18 +21,18 @@ MOST_LINES = {
     "runtime/backends": 3_490,
     "runtime/linear": 3_430,
     "runtime/kv": 1_700,
-    "runtime/engine": 27_462,
+    "runtime/engine": 27_976,
     "runtime/text": 7_342,
     "runtime/llm": 1_948,
-    "runtime/parallel": 2_152,
+    "runtime/parallel": 2_182,
     "runtime/images": 937,
     "runtime/commands": 3_068,
     "runtime/bench": 11_808,
-    "runtime": 3_634,
+    "runtime": 3_641,
     "models": 20_186,
     "server": 23_407,
     "tokenizer": 7_624,
-    "tools": 19_279,
+    "tools": 19_292,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_004
+MOST_WORDS = 40_018
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -611,8 +611,8 @@ class EngineConfig(SchedulingConfig):
     kv_transfer_library: Annotated[
         TransferLibrary,
         Option(
-            help="What carries pages between machines: TCP, or NIXL (pip install '.[nixl]'; RDMA by UCX).",
-            about='what carries pages between machines: "tcp", or "nixl" (pip install \'.[nixl]\'; RDMA by UCX)',
+            help="Carrier of pages between machines: TCP, or NIXL (pip install '.[nixl]'; RDMA by UCX).",
+            about='carrier of pages between machines: "tcp", or "nixl" (pip install \'.[nixl]\'; RDMA by UCX)',
             heading="Execution",
         ),
     ] = "tcp"

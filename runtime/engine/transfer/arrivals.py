@@ -268,4 +268,4 @@ class Arrivals:
 
 
 def _do_nothing() -> None:
-    """Nobody waits."""
+    """The callback before one is set."""
