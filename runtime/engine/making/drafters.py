@@ -9,8 +9,6 @@ from typing import Any
 
 from models.base import Model
 from models.checkpoints.hub import resolve_model
-from models.drafters.dflash import load_dflash
-from models.drafters.eagle3 import load_eagle3
 from models.drafters.hidden_state_drafter import BlockDrafter, PageDrafter, PairDrafter
 from models.drafters.mtp import load_mtp
 from models.gguf.mmproj import NONE as NO_MMPROJ
@@ -34,6 +32,7 @@ from runtime.linear.options import LoadSettings
 logger = logging.getLogger("xserv.engine")
 
 
+_dflash, _eagle3 = later("models.drafters.dflash"), later("models.drafters.eagle3")
 _assistants = later("models.drafters.gemma4_assistant")  # it imports a family
 
 
@@ -57,7 +56,9 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
     if config.speculation == "mtp":
         return load_mtp(folder, target, **{**how, "mmproj": config.mmproj})
     if config.speculation.startswith(DFLASH_PREFIX):
-        return load_dflash(resolve_model(config.speculation.removeprefix(DFLASH_PREFIX)), target, **how)
+        drafter_folder = resolve_model(config.speculation.removeprefix(DFLASH_PREFIX))
+        block_drafter: BlockDrafter = _dflash.load_dflash(drafter_folder, target, **how)
+        return block_drafter
     if config.speculation.startswith(MTP_PREFIX):
         folder = resolve_model(config.speculation.removeprefix(MTP_PREFIX))
         assistant: PageDrafter = _assistants.load_assistant(folder, target, **how)
@@ -69,7 +70,8 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
             f"speculation is 'eagle3', but {folder} has no folder {OWN_DRAFTER!r}: name one, {EAGLE3_PREFIX}FOLDER",
             param="speculation",
         )
-    return load_eagle3(drafter, target, **how)
+    pair_drafter: PairDrafter = _eagle3.load_eagle3(drafter, target, **how)
+    return pair_drafter
 
 
 def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
