@@ -145,8 +145,10 @@ class HandingFleet(Fleet):
     def _pace(self, view: StepView) -> None:
         """An engine has run a step. Called on its supervisor's thread."""
         assert self.pacer is not None
-        if self.pacer.see(view) and not self._is_closing:
-            self.pacer.limit(self._clients, self.info)
+        if not self._is_closing and self.pacer.see(view):
+            threading.Thread(
+                target=self.pacer.renew, args=(self._clients, self.info), name="xserv-pacer", daemon=True
+            ).start()
 
     # A request's way
 

@@ -11,9 +11,11 @@ classes.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +41,22 @@ _GAIN = 1.03
 _WAIT = 0.3
 """Prompts go to an engine with decodes if they would wait for this share of the target longer at another one."""
 
-_MOVE_STEPS, _SHORT = 1.5, 0.5
-"""An answer that is moved waits about so many steps; short ones, with this share of the mean length, should keep the
-target, too."""
+_MOVE_STEPS = 1.5
+"""An answer that is moved waits about so many steps."""
 
-_DECODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+_SEEN, _FIRST_LENGTH = 256, 32.0
+"""Answers whose lengths are kept; half of them must keep the target where steps take all of it. Their median before
+one has ended."""
 
-_CROWD, _NEARLY = 1.25, 0.995
+_DECODES = sorted({round(1.08**power) for power in range(91)})
+"""Numbers of decodes that are considered, up to 1,018."""
+
+_CROWD = 1.25
 """Steps have room for so many times the decodes that are planned for, since their number varies."""
+
+_NEARLY, _SPEED = 0.9, 0.1
+"""Of sizes of steps with nearly the most requests: prompts so many times as fast beside many decodes are worth this
+power of it in requests, since prompts come together."""
 
 _OVERFULL = 2
 """With so many times the decodes that fit its steps' time an engine of answers gets no more."""
@@ -70,6 +80,13 @@ class EngineLoad(NamedTuple):
     is_ready: bool = True
 
 
+class OpenAnswers(NamedTuple):
+    """Requests with a first token that have not ended, and the tokens of their answers so far."""
+
+    num: int
+    num_tokens: int
+
+
 class Roles(Protocol):
     """The division of work among engines."""
 
@@ -82,8 +99,9 @@ class Roles(Protocol):
         """The engine that goes on with a request whose prompt ``engine`` has computed: a ready one, or ``engine``."""
         ...
 
-    def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
-        """A request has ended: tokens of its prompt, those that had to be computed, and those of all its answers."""
+    def ended(self, num_prompt: int, num_computed: int, num_output: int, others: OpenAnswers) -> None:
+        """A request has ended: tokens of its prompt, those that had to be computed, and those of all its answers;
+        ``others`` go on."""
         ...
 
 
@@ -110,7 +128,7 @@ class StaticRoles:
         able = ready_of(loads, range(self.num_prefill, self.num_engines))
         return min(able, key=lambda each: (loads[each].num_context, loads[each].num_decodes), default=engine)
 
-    def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+    def ended(self, num_prompt: int, num_computed: int, num_output: int, others: OpenAnswers) -> None:
         """The division is fixed."""
 
 
@@ -148,12 +166,20 @@ class _Means:
 
 
 class _Row(NamedTuple):
-    """A step with so many decodes: the prompt tokens that fit, the seconds without, and of each."""
+    """Steps with so many decodes: the mean tokens of prompts that fit, the seconds without, and of each; the most mean
+    seconds, and those that a step may exceed them by."""
 
     num_decodes: int
-    chunk: int
+    chunk: float
     bare_s: float
     token_s: float
+    limit_s: float
+    over_s: float
+
+    @property
+    def speed(self) -> float:
+        """The most prompt tokens a second."""
+        return self.chunk / (self.bare_s + self.token_s * self.chunk)
 
 
 class AutoRoles:
@@ -169,8 +195,9 @@ class AutoRoles:
     ttft_s     the target: seconds to the first token
     step_s     the target: seconds between two tokens
     max_chunk  most tokens of a step
-    limit_s    the most seconds of an engine's step with decodes: the target, or less where answers are moved, since
-               these wait for their pages and for the end of a step; 0.0: not known yet
+    limit_s    the most mean seconds of an engine's steps with decodes: the target, or less where answers are moved,
+               since these wait for their pages and for the end of a step; 0.0: not known yet. ``most_saved_s``: what
+               shorter steps save for those with prompts (`StepLimit`)
     budgets    the most tokens of a step, by engine
     """
 
@@ -186,26 +213,35 @@ class AutoRoles:
         self.num_engines = num_engines
         self.ttft_s, self.step_s = ttft_s, step_s
         self.num_prefill = 0
-        self.limit_s = 0.0
+        self.limit_s = self.most_saved_s = 0.0
         self.budgets = [max_chunk] * num_engines
         self.means = _Means()
+        self._lengths: deque[int] = deque(maxlen=_SEEN)
+        self._usual = _FIRST_LENGTH
+        self._others = OpenAnswers(0, 0)
+        self._output = self.means.output  # expected tokens of an answer
         self._rows, self._max_chunk = rows, max_chunk
         self._sizes = _step_sizes(max_chunk)
         self._most_decodes = rows
         self._speeds = [1.0]  # prompt tokens a second beside 0, 1, … decodes
         self._step: StepSeconds | None = None
+        self.plans_at_once = True
+        self.is_due = False
         if step is not None:
             self.learn(step)
 
-    def learn(self, step: StepSeconds) -> None:
-        """Choose roles by these times from now on."""
-        self._step = step
-        self._alone = best_chunk(step, self._max_chunk)
-        self._plan()
+    def learn(self, step: StepSeconds, lock: AbstractContextManager[Any] | None = None) -> None:
+        """Choose roles by these times from now on. ``lock`` is held where others might see half of the choice."""
+        lock = lock or nullcontext()
+        alone = best_chunk(step, self._max_chunk)
+        with lock:
+            self._alone, self._step = alone, step
+            self.is_due = False
+        self._plan(lock)
 
     def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
         if self._step is None:
-            answers = [load.num_prompt + self.means.output * load.num_decodes for load in loads]
+            answers = [load.num_prompt + self._output * load.num_decodes for load in loads]
             ready = np.array([load.is_ready for load in loads])
             return np.where(ready, num_new + np.array(answers), np.inf)
         speeds, last = self._speeds, len(self._speeds) - 1
@@ -227,81 +263,123 @@ class AutoRoles:
         best = min(able, key=lambda each: loads[each].num_decodes, default=engine)
         if loads[best].num_decodes < most or loads[best].num_decodes < own:
             return best
-        waits_s = loads[engine].num_prompt / self._speeds[0] + self.means.output * self.step_s
+        waits_s = loads[engine].num_prompt / self._speeds[0] + self._output * self.step_s
         stays = engine >= self.num_prefill or waits_s < self.ttft_s or loads[best].num_decodes >= _OVERFULL * most
         return engine if stays else best
 
-    def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+    def ended(self, num_prompt: int, num_computed: int, num_output: int, others: OpenAnswers) -> None:
         self.means.observe(num_prompt, num_computed, num_output)
+        self._others = others
+        self._lengths.append(num_output)
         count = self.means.count
         if self._step is None:
             return
         if count % _PLAN_EVERY == 0 or (_FIRST_PLAN <= count < _PLAN_EVERY and count & (count - 1) == 0):
-            self._plan()
+            self.is_due = True
+            if self.plans_at_once:
+                self.learn(self._step)
 
-    def _plan(self) -> None:
+    def _plan(self, lock: AbstractContextManager[Any]) -> None:
         """Choose the number of engines for prompts alone and the sizes of steps, and tabulate speeds."""
-        moved_s = self.step_s * max(0.5, 1.0 - _MOVE_STEPS / max(1.0, _SHORT * self.means.output))
+        with lock:
+            (num_open, num_tokens), lengths = self._others, list(self._lengths)
+        # While fewer have ended than are open, short answers alone have: the others' tokens so far count, too.
+        share = max(0.0, 1.0 - self.means.count / max(1, num_open))
+        self._output = self.means.output + share * num_tokens / max(1, num_open)
+        self._usual = max(2.0, float(np.median(lengths))) if lengths else _FIRST_LENGTH
+        moved_s = self.step_s * max(0.5, 1.0 - _MOVE_STEPS / self._usual)
         limits = [self.step_s, moved_s]
-        tables = [{size: self._table(limit, size) for size in self._sizes} for limit in limits]
+        steps = self._steps()
+        tables = [{size: self._table(limit, size, steps) for size in self._sizes} for limit in limits]
         rates = [self._best_size(num_prefill, tables[num_prefill > 0]) for num_prefill in range(self.num_engines)]
-        best = max(range(self.num_engines), key=rates.__getitem__)
+        best = max(range(self.num_engines), key=lambda each: rates[each][0])
         if rates[best][0] < _GAIN * rates[0][0]:
             best = 0
-        if self.means.count <= _PLAN_EVERY or rates[best][0] > _CHANGE * rates[self.num_prefill][0]:
-            self.num_prefill = best
-        place = int(self.num_prefill > 0)
-        self.limit_s, size = limits[place], rates[self.num_prefill][1]
-        self.budgets = [self._alone] * self.num_prefill + [size] * (self.num_engines - self.num_prefill)
+        if self.means.count > _PLAN_EVERY and rates[best][0] <= _CHANGE * rates[self.num_prefill][0]:
+            best = self.num_prefill
+        place = int(best > 0)
+        _, size, chosen = rates[best]
         table = tables[place][size]
         last = table[-1].num_decodes if table else 0
-        self._most_decodes = min(self._rows, math.ceil(_CROWD * last))
         decodes, speeds = [0.0], [self._alone / self._seconds(0, self._alone, 0.0)]
         for row in table:
             decodes.append(row.num_decodes)
-            if row.chunk:
-                speeds.append(row.chunk / (row.bare_s + row.token_s * row.chunk))
+            if row.chunk > 0.0:
+                speeds.append(row.speed)
             else:
                 speeds.append(self._alone / (MOST_WITHOUT * row.bare_s + self._seconds(0, self._alone, 0.0)))
-        self._speeds = np.interp(np.arange(last + 1), decodes, speeds).tolist()
+        with lock:
+            self.num_prefill = best
+            self.limit_s, self.most_saved_s = (chosen.limit_s, chosen.over_s) if chosen else (limits[place], 0.0)
+            self.budgets = [self._alone] * best + [size] * (self.num_engines - best)
+            self._most_decodes = min(self._rows, math.ceil(_CROWD * last))
+            self._speeds = np.interp(np.arange(last + 1), decodes, speeds).tolist()
 
-    def _best_size(self, num_prefill: int, tables: dict[int, list[_Row]]) -> tuple[float, int]:
-        """Requests a second, and the largest size of steps that carries nearly the most: it helps prompts that come
-        together."""
-        rates = {size: self._rate(num_prefill, table) for size, table in tables.items()}
-        best = max(rates.values())
-        return best, max(size for size, rate in rates.items() if rate >= _NEARLY * best)
+    def _best_size(self, num_prefill: int, tables: dict[int, list[_Row]]) -> tuple[float, int, _Row | None]:
+        """Requests a second, the size of steps for them, and its usual row."""
+        found = {size: self._rate(num_prefill, table) for size, table in tables.items()}
+        best = max(rate for rate, _ in found.values())
+        most = max((row.num_decodes for rate, row in found.values() if row and rate >= _NEARLY * best), default=0)
+        worth = {}
+        for size, (rate, _) in found.items():
+            speed = max((row.speed for row in tables[size] if row.num_decodes >= most), default=0.0)
+            worth[size] = (rate * speed**_SPEED, rate)
+        size = max(worth, key=worth.__getitem__)
+        return best, size, found[size][1]
 
-    def _table(self, limit_s: float, size: int) -> list[_Row]:
-        """Steps of at most so many tokens and seconds beside more and more decodes, as far as those fit."""
-        context = self.means.prompt + self.means.output / 2
+    def _steps(self) -> list[tuple[int, float, float, list[float]]]:
+        """Numbers of decodes, the seconds of steps with them and with some more, and with prompts up to each size."""
+        context = self.means.prompt + self._output / 2
+        return [
+            (
+                num_decodes,
+                self._seconds(num_decodes, 0, context),
+                self._seconds(math.ceil(_CROWD * num_decodes), 0, context),
+                [self._seconds(num_decodes, max(0, size - num_decodes), context) for size in self._sizes],
+            )
+            for num_decodes in _DECODES
+            if num_decodes <= self._rows
+        ]
+
+    def _table(self, limit_s: float, size: int, steps: list[tuple[int, float, float, list[float]]]) -> list[_Row]:
+        """Steps of at most so many tokens, and so many mean seconds, beside more and more decodes, as far as those fit.
+
+        Steps without prompts save time for those with. With s mean seconds and at most t of a step, an answer of n
+        tokens takes at most n s + (t - s)."""
         table: list[_Row] = []
-        for num_decodes in _DECODES:
-            bare_s = self._seconds(num_decodes, 0, context)
-            if bare_s > limit_s or num_decodes > min(self._rows, size):
+        place = self._sizes.index(size)
+        for num_decodes, bare_s, crowded_s, whole in steps:
+            if bare_s > limit_s or num_decodes > size:
                 break
-            crowded = math.ceil(_CROWD * num_decodes)
-            chunk = self._chunk(crowded, context, limit_s, max(0, size - num_decodes))
-            whole_s = self._seconds(num_decodes, chunk, context)
-            table.append(_Row(num_decodes, chunk, bare_s, (whole_s - bare_s) / max(chunk, 1)))
+            mean_s, whole_s = limit_s, whole[place]
+            if whole_s > limit_s:
+                mean_s = max(limit_s / 2, (limit_s - whole_s / self._usual) / (1.0 - 1.0 / self._usual))
+            most = max(0, size - num_decodes)
+            token_s = (whole_s - bare_s) / max(1, most)
+            chunk = min(most, max(0.0, mean_s - crowded_s) / token_s) if most else 0
+            table.append(_Row(num_decodes, chunk, bare_s, token_s, mean_s, max(0.0, whole_s - mean_s)))
         return table
 
-    def _rate(self, num_prefill: int, table: list[_Row]) -> float:
+    def _rate(self, num_prefill: int, table: list[_Row]) -> tuple[float, _Row | None]:
         """Requests a second that the engines carry if so many compute prompts alone. In each step of the others there
         are as many tokens of prompts as those engines leave, if they fit."""
-        computed, output = max(1.0, self.means.computed), max(1.0, self.means.output)
-        alone_s = computed * self._seconds(0, self._alone, 0.0) / self._alone  # of a prompt
+        computed, output = max(1.0, self.means.computed), max(1.0, self._output)
+        usual = (min(computed, self._alone) + self._alone) / 2  # between a prompt and a full step
+        alone_s = computed * self._seconds(0, usual, 0.0) / usual  # of a prompt
         alone = num_prefill / alone_s * self._use(num_prefill, alone_s)
         num_mixed = self.num_engines - num_prefill
-        best = 0.0
-        for num_decodes, most, bare_s, token_s in table:
+        best, best_row = 0.0, None
+        for row in table:
+            num_decodes, most, bare_s, token_s, *_ = row
             ended = num_mixed * num_decodes / output  # of answers, a step
             chunk = (ended - alone * bare_s) / (alone * token_s + num_mixed / computed)
             most_s = computed * (bare_s + token_s * most) / max(most, 1)
             chunk = min(max(chunk, 0.0), most * self._use(num_mixed, most_s))
             step_s = bare_s + token_s * chunk
-            best = max(best, min(ended / step_s, alone + num_mixed * chunk / computed / step_s))
-        return best
+            rate = min(ended / step_s, alone + num_mixed * chunk / computed / step_s)
+            if rate > best:
+                best, best_row = rate, row
+        return best, best_row
 
     def _use(self, num_engines: int, prompt_s: float) -> float:
         """The share of the time for which so many engines may compute prompts of these mean seconds, so that
@@ -321,22 +399,12 @@ class AutoRoles:
                 high = middle
         return low
 
-    def _chunk(self, num_decodes: int, context: float, step_s: float, most: int) -> int:
-        """The tokens of prompts beside so many decodes in a step of that time, at most ``most``."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._seconds(num_decodes, middle, context) <= step_s:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _seconds(self, num_decodes: int, chunk: int, context: float) -> float:
+    def _seconds(self, num_decodes: int, chunk: float, context: float) -> float:
         prompts = -(-chunk // max(1.0, self.means.computed))
-        pairs = chunk * (self.means.prompt - self.means.computed / 2)
+        means = self.means
+        pairs = chunk * (means.prompt - means.computed + means.square / (2 * max(1.0, means.computed)))
         assert self._step is not None
-        return self._step(num_decodes + chunk, num_decodes + int(prompts), pairs, num_decodes * context)
+        return self._step(num_decodes + round(chunk), num_decodes + int(prompts), pairs, num_decodes * context)
 
 
 def best_chunk(step: StepSeconds, most: int = 2048) -> int:

@@ -30,7 +30,7 @@ from runtime.engine.messages import RoutingStats
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.parallel.prefix_index import MOST_DIGESTS, PrefixIndex, PromptDigests, found_tokens
-from runtime.parallel.roles import EngineLoad, Roles
+from runtime.parallel.roles import EngineLoad, OpenAnswers, Roles
 
 FIRST_OUTPUT_TOKENS = 128.0
 """The assumed length of an answer before one has ended."""
@@ -105,6 +105,7 @@ class Router:
         self._num_open = [0] * num_engines  # choices
         self._num_decodes = [0] * num_engines  # those with a first token
         self._num_context = [0] * num_engines  # tokens of their prompts
+        self._num_begun = self._num_begun_tokens = 0  # requests with a first token, and their answers' tokens
         self._account = [0.0] * num_engines  # the cost of prefixes
         self._turn = 0
 
@@ -192,10 +193,17 @@ class Router:
 
     def drawn(self, route: Route, num_tokens: int) -> None:
         """Record so many new tokens of a request; with the first its prompt is computed."""
+        if not route.num_output_tokens:
+            self._num_begun += 1
         route.num_output_tokens += num_tokens
+        self._num_begun_tokens += num_tokens
         self._leave_prompt(route)
         if not route.num_decodes:
             self._count_decodes(route, route.num_open)
+
+    def progressed(self, num_tokens: int) -> None:
+        """Record so many more tokens of open requests with a first token, which are told apart at their end."""
+        self._num_begun_tokens += num_tokens
 
     def hand_over(self, route: Route, is_ready: Sequence[bool]) -> int:
         """The engine that goes on with a request whose first token is drawn, by the roles; its load moves there."""
@@ -252,9 +260,12 @@ class Router:
         if route.num_open == 0:
             self.take_back(route)
             self._leave_prompt(route)
+            self._num_begun -= route.num_output_tokens > 0
+            self._num_begun_tokens -= route.num_output_tokens
             if not has_failed:
                 if self.roles is not None:
-                    self.roles.ended(route.num_prompt_tokens, route.num_tokens, route.num_output_tokens)
+                    others = OpenAnswers(self._num_begun, self._num_begun_tokens)
+                    self.roles.ended(route.num_prompt_tokens, route.num_tokens, route.num_output_tokens, others)
                 mean, total = route.num_output_tokens / route.num_choices, route.num_tokens + route.num_output_tokens
                 self.mean_output_tokens += FORGETTING * (mean - self.mean_output_tokens)
                 self.mean_request_tokens += FORGETTING * (total - self.mean_request_tokens)

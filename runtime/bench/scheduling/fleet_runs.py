@@ -193,6 +193,7 @@ def run_fleet(
             return None
         if deployment.follows is not None:
             state.engines["step_s"] = deployment.follows.limit_s
+            state.engines["most_saved_s"] = deployment.follows.most_saved_s
             state.engines["budget"] = deployment.follows.budgets
         route = choose(prompts.asked[index], prompts.digests[index], ready)
         run.routes[index] = route
@@ -219,6 +220,7 @@ class _Run:
         )  # fmt: skip
         self._is_layerwise = deployment.is_layerwise
         self._news: list[tuple[int, int]] = []  # of steps that end later
+        self._num_decoded = 0
 
     def advance(self, until_s: float) -> None:
         state, engines = self._state, self._state.engines
@@ -245,6 +247,9 @@ class _Run:
         """Tell the router what steps that end by then have done."""
         state, router, routes = self._state, self._router, self.routes
         num_log, num_changes = state.counts[:2].tolist()
+        num_decoded = int(state.engines["decode_tokens"].sum())
+        router.progressed(num_decoded - self._num_decoded)
+        self._num_decoded = num_decoded
         news = self._news + [tuple(row) for row in state.log[:num_log].tolist()]
         self._news = []
         firsts, lasts, outputs = state.requests["first"], state.requests["last"], state.requests["num_output"]

@@ -33,7 +33,8 @@ ENGINE = np.dtype(
     [
         ("clock", "f8"), ("busy", "f8"), ("link_free", "f8"),
         ("budget", "i8"),
-        ("step_s", "f8"),  # most seconds of a step with decodes and prompts; 0.0: the budget alone
+        ("step_s", "f8"),  # most mean seconds of steps with decodes; 0.0: the budget alone
+        ("saved_s", "f8"), ("most_saved_s", "f8"),  # seconds that steps may exceed it by
         ("capacity", "i8"), ("num_private", "i8"), ("num_present", "i8"), ("num_unused", "i8"),
         ("first_waiting", "i8"), ("num_waiting", "i8"), ("first_coming", "i8"), ("partial", "i8"),
         ("num_running", "i8"), ("num_decodes", "i8"), ("context", "i8"), ("num_decode_steps", "i8"),

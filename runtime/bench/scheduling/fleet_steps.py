@@ -187,14 +187,15 @@ def _chunk(s, e, r, tokens, sequences, pairs, context):  # type: ignore[no-untyp
     if request.known - request.computed == 1:
         return count  # as a decode
     low, high = 0, count  # the most tokens within the time
+    limit_s = engine.step_s + max(engine.saved_s, 0.0)
     while low < high:
         middle = (low + high + 1) // 2
         added = _pairs(s.window, request.computed, middle)
-        if step_seconds(s.coefficients, tokens + middle, sequences + 1, pairs + added, context) <= engine.step_s:
+        if step_seconds(s.coefficients, tokens + middle, sequences + 1, pairs + added, context) <= limit_s:
             low = middle
         else:
             high = middle - 1
-    return low
+    return low if 2 * low >= count or engine.saved_s >= engine.most_saved_s else 0
 
 
 @njit
@@ -276,6 +277,8 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
         engine.decode_tokens += num_decodes
         engine.num_decode_steps += 1
         engine.context += num_decodes
+        saved_s = engine.saved_s + engine.step_s - seconds
+        engine.saved_s = max(min(saved_s, engine.most_saved_s), -engine.most_saved_s)
         while engine.num_decodes and s.heap[e, 0, 0] <= engine.num_decode_steps:
             r = _leave_decodes(s, e, 0)
             _end(s, e, r)

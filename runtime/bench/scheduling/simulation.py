@@ -257,6 +257,7 @@ def simulate(
     block_transfer_s: float = 0.0,
     wake_s: float = 0.0,
     step_s: float = 0.0,
+    most_saved_s: float = 0.0,
 ) -> Simulation:
     """Run the whole trace.
 
@@ -264,7 +265,7 @@ def simulate(
     max_concurrency   most open requests: the next arrives when one has ended, if not later; None for no limit
     block_transfer_s  of one block between device and host
     wake_s            that an idle replica waits for more after a request's arrival (the engine's ``BURST_PAUSE_S``)
-    step_s            the most seconds of a step with decodes and prompts (`StepLimit`); 0.0: no limit
+    step_s            the most mean seconds of steps with decodes, and ``most_saved_s`` (`StepLimit`); 0.0: no limit
 
     Raises ``BenchmarkError`` for a request that is longer than ``limits.max_model_len``.
     """
@@ -281,7 +282,7 @@ def simulate(
     if step_s:
         assert isinstance(model, LinearStepModel), "steps are limited by fitted times"
         for replica in replicas:
-            replica.scheduler.limit_steps(StepLimit(limits.max_num_batched_tokens, step_s, model))
+            replica.scheduler.limit_steps(StepLimit(limits.max_num_batched_tokens, step_s, model, most_saved_s))
     run = _Run(replicas, Router(routing_policy if num_replicas > 1 else "least-load", num_replicas, digests))
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):

@@ -270,8 +270,8 @@ class ProcessServer:
                 client.expect(source, request)
             case DropPages(lease):
                 client.drop_pages(lease)
-            case LimitSteps(max_tokens, seconds, coefficients):
-                client.limit_steps(StepLimit(max_tokens, seconds, LinearStepModel(coefficients)))
+            case LimitSteps(max_tokens, seconds, coefficients, most_saved_s):
+                client.limit_steps(StepLimit(max_tokens, seconds, LinearStepModel(coefficients), most_saved_s))
             case Cancel(request_id, index):
                 client.cancel(request_id, index)
             case Pause(request_id, is_paused):

@@ -260,7 +260,8 @@ class ProcessEngineClient(EngineClient):
 
     def limit_steps(self, limit: StepLimit) -> None:
         """Limit the engine's next steps. Without effect unless it is ready."""
-        self._send_if_ready(LimitSteps(limit.max_tokens, limit.seconds, limit.steps.coefficients))
+        coefficients = limit.steps.coefficients
+        self._send_if_ready(LimitSteps(limit.max_tokens, limit.seconds, coefficients, limit.most_saved_s))
 
     def _send_if_ready(self, message: Expect | DropPages | LimitSteps) -> None:
         if self._origin.is_here:

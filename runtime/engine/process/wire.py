@@ -95,11 +95,13 @@ class DropPages(msgspec.Struct, frozen=True, tag=True):
 
 
 class LimitSteps(msgspec.Struct, frozen=True, tag=True):
-    """The most tokens and seconds of the next steps; ``coefficients``: of the times of steps (`LinearStepModel`)."""
+    """The most tokens and mean seconds of the next steps, and the most that these may save; ``coefficients``: of the
+    times of steps (`LinearStepModel`)."""
 
     max_tokens: int
     seconds: float
     coefficients: tuple[float, ...]
+    most_saved_s: float
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

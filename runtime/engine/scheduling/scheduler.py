@@ -114,6 +114,8 @@ class Scheduler:
 
     def limit_steps(self, limit: StepLimit | None) -> None:
         """Limit the tokens and seconds of steps from the next one on; None: their tokens, by the budget alone."""
+        if limit is not None and self._chunks.limit is not None:
+            limit.go_on(self._chunks.limit)
         self._chunks.limit = limit
 
     def _has_prompts(self) -> bool:

@@ -24,7 +24,7 @@ from runtime.engine.process.child import Supervision
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
 from runtime.parallel.handing_fleet import HandingFleet
-from runtime.parallel.roles import AutoRoles, EngineLoad, Roles
+from runtime.parallel.roles import AutoRoles, EngineLoad, OpenAnswers, Roles
 from tests.runtime.engine.storing_engine import SETTINGS, make_requests
 from tests.runtime.engine.test_stored_prefixes import write_full
 from tests.runtime.engine.transfer.handing import run, said
@@ -58,15 +58,17 @@ ROLES: dict[str, dict[str, Any]] = {
 class OftenChanging(AutoRoles):
     """Engines that change their roles, and the sizes of steps, with every eighth request."""
 
-    def ended(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+    def ended(self, num_prompt: int, num_computed: int, num_output: int, others: OpenAnswers) -> None:
         self.means.observe(num_prompt, num_computed, num_output)
         if self.means.count % 8 == 0:
+            self.is_due = True
             self._plan()
 
-    def _plan(self) -> None:
+    def _plan(self, lock: object = None) -> None:
         number = self.means.count // 8 + 1
         self.num_prefill, self._most_decodes, self._speeds = number % 2, 1, [1000.0, 500.0]
         self.limit_s, self.budgets = (0.0, 0.05, 1e-5)[number % 3], [(16, 9)[number % 2], 16]
+        self.most_saved_s = (0.0, 0.01)[number % 2]
 
     def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
         """The other one, every second time."""

@@ -12,7 +12,7 @@ from runtime.engine.messages import ChunkView, StepView
 from runtime.engine.scheduling.step_limit import StepLimit
 from runtime.engine.scheduling.step_model import StepFeatures
 from runtime.parallel.pacing import Pacer
-from runtime.parallel.roles import AutoRoles
+from runtime.parallel.roles import AutoRoles, OpenAnswers
 
 
 def step(*chunks: tuple[int, int, int]) -> StepView:
@@ -34,12 +34,20 @@ def test_engines_get_limits_once_steps_of_both_kinds_were_seen(num_drafts: int) 
     for number in range(64):
         decodes = [(100 + number, 1 + num_drafts, 50)] * (1 + number % 8)
         assert not pacer.see(step(*decodes))
-    pacer.limit(clients, info)
     assert told == []
     seen = [pacer.see(step((0, 8 * number, 500), (100, 1 + num_drafts, 50))) for number in range(1, 17)]
     assert seen == [False] * 15 + [True]
+    assert not pacer.see(step((100, 1 + num_drafts, 50)))  # one renewal at a time
+    pacer.renew(clients, info)
     assert pacer.steps is not None
     assert pacer.steps.seconds(StepFeatures(40, 2, 780.0, 101.0)) == pytest.approx(5e-3, rel=0.05)
-    pacer.limit(clients, info)
     assert [each.max_tokens for each in told] == [max(8, budget) for budget in roles.budgets]
     assert {each.seconds for each in told} == {roles.limit_s} != {0.0}
+    assert {each.most_saved_s for each in told} == {roles.most_saved_s}
+    for _ in range(8):
+        assert not pacer.see(step((100, 1 + num_drafts, 50)))
+        roles.ended(500, 500, 50, OpenAnswers(0, 0))
+    assert pacer.see(step((100, 1 + num_drafts, 50)))  # other requests: the roles are chosen again, and told at once
+    pacer.renew(clients, info)
+    assert len(told) == 4
+    assert not pacer.see(step((100, 1 + num_drafts, 50)))

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import InvalidArgumentError
 from runtime.parallel.prefix_index import PromptDigests
-from runtime.parallel.roles import AutoRoles, EngineLoad, StaticRoles
+from runtime.parallel.roles import AutoRoles, EngineLoad, OpenAnswers, StaticRoles
 from runtime.parallel.routing import Router
 from tests.runtime.parallel.test_routing import SECRET, info, request
 
@@ -83,7 +83,7 @@ def weights_first(tokens: int, sequences: int, pairs: float, context: float) -> 
 def learned(num_engines: int, step_s: float, num_prompt: int = 1000, num_output: int = 200) -> AutoRoles:
     roles = AutoRoles(num_engines, weights_first, 0.5, step_s)
     for _ in range(1000):
-        roles.ended(num_prompt, num_prompt, num_output)
+        roles.ended(num_prompt, num_prompt, num_output, OpenAnswers(0, 0))
     return roles
 
 
@@ -94,6 +94,29 @@ def test_engines_do_both_unless_steps_must_be_short() -> None:
     assert 0 < short.num_prefill < 4
     assert short.limit_s < 0.006
     assert learned(4, 0.006, num_prompt=4000, num_output=20).num_prefill >= short.num_prefill
+
+
+def test_steps_that_exceed_the_target_are_paid_by_others() -> None:
+    """With 10 ms at least, a step with prompts exceeds 8 ms: steps of decodes alone, of 5 ms, save the time for it."""
+
+    def eager(tokens: int, sequences: int, pairs: float, context: float) -> float:
+        return max(weights_first(tokens, sequences, pairs, context), 10e-3 if pairs else 0.0)
+
+    roles = AutoRoles(2, eager, 3.0, 8e-3)
+    for _ in range(1000):
+        roles.ended(1000, 1000, 1000, OpenAnswers(0, 0))
+    assert roles.num_prefill == 0
+    assert 2e-3 < roles.most_saved_s < 60e-3
+    assert roles.limit_s < 8e-3
+
+
+def test_answers_that_go_on_count_at_first() -> None:
+    """Only short answers have ended: engines are not chosen as if all were short."""
+    plain, told = (AutoRoles(8, weights_first, 0.5, 0.006) for _ in range(2))
+    for _ in range(64):
+        plain.ended(1000, 1000, 20, OpenAnswers(0, 0))
+        told.ended(1000, 1000, 20, OpenAnswers(500, 50_000))
+    assert told.num_prefill < plain.num_prefill
 
 
 def test_steps_may_be_short() -> None:
@@ -124,7 +147,7 @@ def test_times_that_are_learned_later_choose_the_same_roles() -> None:
     assert [roles.decode_engine(loads, engine) for engine in range(4)] == [0, 1, 2, 3]
     assert np.argmin(roles.prompt_costs(loads[:2], np.array([500, 500]))) == 1  # by tokens left, of prompts and answers
     for _ in range(1000):
-        roles.ended(1000, 1000, 200)
+        roles.ended(1000, 1000, 200, OpenAnswers(0, 0))
     roles.learn(weights_first)
     known = learned(4, 0.006)
     assert (roles.num_prefill, roles.budgets) == (known.num_prefill, known.budgets)

@@ -62,6 +62,28 @@ def test_prompts_that_wait_get_a_step_at_last() -> None:
     assert limit.num_without == 0
 
 
+def test_steps_of_decodes_save_time_for_one_with_a_prompt() -> None:
+    """Decodes take 1.2 s of 1.5; a prompt of 8 tokens adds 1.16 s, which four steps have saved."""
+    limit = StepLimit(64, 1.5, MODEL, most_saved_s=2.0)
+    seen, took_s = [], []
+    for _ in range(60):
+        limit.begin()
+        count = limit.most(DECODES, 0, 8)
+        chunks = [*DECODES, *([chunk(0, count, is_decode=False)] if count else [])]
+        limit.planned(chunks, has_prompts=True)
+        seen.append(count)
+        took_s.append(MODEL.seconds(features_of([(each.start, each.num_tokens) for each in chunks])))
+    assert set(seen) > {0}
+    assert all(count == 0 or count >= 4 for count in seen)  # no small parts of it
+    for end in range(1, len(took_s) + 1):
+        assert sum(took_s[:end]) <= 1.5 * end + 1e-9
+    assert sum(took_s) > 1.5 * 60 - 2.0
+    other = StepLimit(64, 1.5, MODEL, most_saved_s=0.1)
+    limit.saved_s = 1.0
+    other.go_on(limit)
+    assert other.saved_s == 0.1
+
+
 @pytest.mark.parametrize("kinds", [CACHE_KINDS, STATE_KINDS], ids=["pages", "states"])
 def test_every_request_ends_whatever_the_limit(kinds: Any) -> None:
     """Random requests in a near full pool, with limits that change; every invariant is checked after each step."""
@@ -76,7 +98,9 @@ def test_every_request_ends_whatever_the_limit(kinds: Any) -> None:
             nonlocal num_limited
             if rng.random() < 0.2:
                 most = rng.randrange(driver.limits.max_num_seqs, driver.limits.max_num_batched_tokens + 2)
-                driver.scheduler.limit_steps(StepLimit(most, rng.choice([0.0, 0.5, 1.3, 2.0]), MODEL))
+                driver.scheduler.limit_steps(
+                    StepLimit(most, rng.choice([0.0, 0.5, 1.3, 2.0]), MODEL, rng.choice([0.0, 5.0]))
+                )
                 num_limited += 1
             sometimes_add(driver, rng, 6)
 
