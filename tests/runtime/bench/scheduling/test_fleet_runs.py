@@ -173,11 +173,11 @@ def test_a_hand_over_by_hand() -> None:
 def test_engines_of_either_role_keep_the_steps_of_the_target() -> None:
     requests = trace(150, seed=4)
     roles = AutoRoles(1, step_seconds, 1.0, 0.006, rows=8)
-    limited, free = run(requests, Deployment((512,), roles, roles), 0.3), run(requests, Deployment((512,)), 0.3)
+    limited, free = run(requests, Deployment((512,), roles, roles), 1.0), run(requests, Deployment((512,)), 1.0)
     # Means of answers, no single steps: those without prompts save time for one with them.
     limited_s, free_s = (np.percentile(each.tpots_s, 97.0) for each in (limited, free))
     assert limited_s <= 0.006 * 1.05
-    assert limited_s < free_s
+    assert free_s > 0.006 * 1.1
 
 
 def step_seconds(tokens: int, sequences: int, pairs: float, context: float) -> float:
