@@ -21,13 +21,13 @@ MOST_LINES = {
     "runtime/backends": 3_490,
     "runtime/linear": 3_430,
     "runtime/kv": 1_700,
-    "runtime/engine": 27_978,
+    "runtime/engine": 27_998,
     "runtime/text": 7_342,
     "runtime/llm": 1_948,
-    "runtime/parallel": 2_182,
+    "runtime/parallel": 2_278,
     "runtime/images": 937,
     "runtime/commands": 3_068,
-    "runtime/bench": 11_808,
+    "runtime/bench": 11_818,
     "runtime": 3_641,
     "models": 20_186,
     "server": 23_407,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_015
+MOST_WORDS = 40_013
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

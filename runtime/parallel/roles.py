@@ -55,8 +55,8 @@ _CROWD = 1.25
 """Steps have room for so many times the decodes that are planned for, since their number varies."""
 
 _NEARLY, _SPEED = 0.9, 0.1
-"""Of sizes of steps with nearly the most requests: prompts so many times as fast beside many decodes are worth this
-power of it in requests, since prompts come together."""
+"""Sizes of steps with nearly the most requests are compared by requests, times this power of the prompts' speed beside
+many decodes: prompts come together."""
 
 _OVERFULL = 2
 """With so many times the decodes that fit its steps' time an engine of answers gets no more."""
