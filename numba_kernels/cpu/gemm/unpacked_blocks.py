@@ -31,7 +31,8 @@ PREFIX = "unpacked "
 """The tile's name of blocks in the buffer, before their own name."""
 
 UNPACKED_ROWS = min(4, GEMM_ROWS) if DOT == "bytes" else GEMM_ROWS
-"""The most rows of a tile. With vpdpbusd sums and totals stay in registers: with eight rows it was a sixth slower."""
+"""The most rows of a tile. With vpdpbusd the sums and totals of four stay in registers: eight rows were up to a sixth
+slower (in Q2_K 6 % faster, docs/measurements/2026-11-30-cpu-wide-tiles.json)."""
 
 _MOST_ROWS, _MOST_JOINED_ROWS = 6, 3  # whose sums stay in registers; of those that are joined word by word
 _LINE_BYTES = 64
