@@ -48,7 +48,7 @@ def kernels_of(
     paged = np.dtype(pages or stored).type
     matrices = np.uint8 if is_int8 else kind
     yield sampling.sampling_kernel, ()
-    yield sampling.sampling_kernel, (True,)  # for DRY, XTC and their like: the first request would wait for seconds
+    yield sampling.sampling_kernel, (True,)  # for DRY, XTC and their like: the first would stall other requests
     if has_latents:
         yield latent_attention.latent_attention_kernel, (paged,)
         yield latent_kernel, (paged,)

@@ -205,8 +205,9 @@ def test_what_becomes_text(
     ids = [tokenizer.token_to_id(piece) for piece in pieces]
     pipeline = TextPipeline(tokenizer, SamplingParams(max_tokens=None, **fields), [1])
     whole, _ = run(pipeline, outputs_of(ids, edges, reason, 33 if reason == "stop" else None))
-    assert whole.token_ids == ids[: found.pop("num_ids", len(ids))]
-    assert {name: getattr(whole, name) for name in found} == found
+    expected = {"num_ids": len(ids), **found}
+    assert whole.token_ids == ids[: expected.pop("num_ids")]
+    assert {name: getattr(whole, name) for name in expected} == expected
 
 
 def test_without_a_tokenizer_ids_pass_through() -> None:
