@@ -41,7 +41,7 @@ def resolve_modules(
         if unused is not None and names.is_unused(module, unused):
             continue
         if not len(pair.up) or (not pair.down.shape[1] and pair.bias is None):
-            continue  # of no outputs or no inputs, as of shared experts of which there are none
+            continue  # an empty map, such as that of shared experts where there are none
         for own, part in _parts_of(module, pair, names):
             if own in resolved:
                 raise ConfigError(f"the adapter's module {module} is {own}, for which it has another pair")

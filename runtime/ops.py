@@ -388,8 +388,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def gelu(
     x: Tensor, kind: Literal["erf", "tanh", "sigmoid"], *, out: Tensor | None = None, rough: bool = False
 ) -> Tensor:
-    """GELU by its erf, its tanh approximation, or ``x sigmoid(1.702 x)``; ``out`` may be ``x``. ``rough``, for erf's on
-    the CPU: within 3e-5, since the product that takes it rounds more (`LinearWeight.rounds_x`)."""
+    """GELU by its erf, its tanh approximation, or ``x sigmoid(1.702 x)``; ``out`` may be ``x``. With ``rough``,
+    for erf's on the CPU, the error is up to 3e-5: enough if the next product rounds x (`LinearWeight.rounds_x`)."""
     if kind not in ("erf", "tanh", "sigmoid"):
         raise fail("gelu", "kind", f"is {kind!r}, must be 'erf', 'tanh' or 'sigmoid'")
     if rough:
@@ -762,8 +762,8 @@ def latent_queries(
 
     ``latent [T, C + R]`` is the projection's output: C numbers, which are normalised, and R, which are rotated. The row
     in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`. Both may be columns of
-    wider rows. A GPU writes the queries to `out` if it is given. `added` changes what the keys' map has made of queries
-    (`LatentAddend.add_queries`).
+    wider rows. A GPU writes the queries to `out` if it is given. ``added(q, made)`` returns what the keys' map has made
+    of q plus what adapters add (`LatentAddend.add_queries`).
     """
     op, backend, device = "latent_queries", _backend("latent_queries", "q", q), q.device
     tokens, heads = q.shape[0], maps.num_heads

@@ -20,7 +20,8 @@ def is_compiled() -> bool:
 
 
 def has_loops(files: TokenizerFiles) -> bool:
-    """Whether a tokenizer runs compiled loops. One of whole words does not, unless its normalizer is Unigram's."""
+    """Whether a tokenizer runs compiled loops. WordPiece and WordLevel do not, unless their
+    normalizer is Unigram's."""
     model = files.tokenizer.get("model")
     has_words = isinstance(model, dict) and model.get("type") in ("WordPiece", "WordLevel")
     return not has_words or "Precompiled" in repr(files.tokenizer.get("normalizer"))

@@ -25,7 +25,8 @@ from tokenizer.errors import pointer_problem
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MOST_COMMAS = 1_000_000
-"""In a header, whose parsing they bound: of 200,000 matrices. An adapter of each of Kimi K2's experts has 138,240."""
+"""The most commas of a header, since parsing more takes seconds. 200,000 matrices have as many; an adapter of all of
+Kimi K2's experts has 138,240."""
 _MOST_AXES = 32  # numpy allows 64
 
 # Every element type of the format, in bits; numpy types are given for those that weights and their scales may have.
@@ -83,8 +84,8 @@ class SafetensorsFile:
         raw = self._mapping[8 : self._data_start]
         if (commas := raw.count(b",")) > _MOST_COMMAS:
             raise self._error(
-                f"the header has {commas} commas, more than the limit of {_MOST_COMMAS}, which 200000 matrices have:"
-                " split the file"
+                f"the header has {commas} commas, more than the limit of {_MOST_COMMAS} (200000 matrices): split the"
+                " file"
             )
         self.tensors = self._parse_header(raw)
 

@@ -49,10 +49,10 @@ def latent_queries(
         )  # fmt: skip
     if added is None or not tokens:
         return result
-    scaled = q.contiguous()
-    if rope.q_scales is not None:  # what is added is scaled, too
-        scaled = _prepared(q, latent, maps, positions, rope, norm, pages, slot_mapping)
-    return added(scaled, result)
+    if rope.q_scales is None:
+        return added(q.contiguous(), result)
+    # The result is of scaled queries, so the addend gets them, too; the tokens' rows are written once more.
+    return added(_prepared(q, latent, maps, positions, rope, norm, pages, slot_mapping), result)
 
 
 def latent_values(x: Tensor, maps: LatentMaps, out: Tensor | None = None) -> Tensor:

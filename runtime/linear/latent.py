@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from runtime.batch import NO_LONG_CHUNKS, Batch, LongChunk, LongChunks
 from runtime.dtype import DType
 from runtime.later import later
+from runtime.linear.adapter_pairs import Pair
+from runtime.linear.options import LoadOptions
 from runtime.linear.weight import LinearWeight
 from runtime.tensor.tensor import Tensor
 
@@ -26,8 +28,8 @@ def can_expand(dtype: DType, head_dim: int, value_dim: int, row_dim: int) -> boo
 
 
 class DeclaredHeads(NamedTuple):
-    """The map ``name``, ``[heads (key_dim + value_dim), latent_dim]``, of which a rank has ``own_heads`` of
-    ``num_heads``, from ``first`` on."""
+    """The map ``name``, ``[num_heads (key_dim + value_dim), latent_dim]``, of which a rank has ``own_heads`` heads from
+    head ``first`` on."""
 
     name: str
     num_heads: int
@@ -54,13 +56,27 @@ class LatentAddend(Protocol):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no adapter has any."""
+        """Whether no adapter has changed these maps yet."""
 
     def add_queries(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         """``residual [T, H, row_dim]``, the queries of ``x [T, H head_dim]`` times the keys' maps, plus this."""
 
     def add_values(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         """``residual [T, H value_dim]``, the results of ``x [T, H latent_dim]``, plus this."""
+
+
+class HeadSlots(LatentAddend, Protocol):
+    """A `LatentAddend` of adapters, whose memory is made for the first adapter that changes the map."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all slots."""
+
+    def allocate(self, options: LoadOptions) -> None:
+        """Notes the type of pairs; slots that were made before are dropped."""
+
+    def write(self, slot: int, pairs: Mapping[str, Pair]) -> bool:
+        """Writes an adapter's pair to a slot, or zeros; returns whether memory was made."""
 
 
 @runtime_checkable

@@ -1,9 +1,10 @@
 """Low-rank adapters of latent attention's map ``kv_b_proj``, which is absorbed into its neighbours (`LatentMaps`).
 
 With the pair ``up down`` of the stored map, whose rows are a head's key and value, head h's maps are ``K_h + up_Kh
-down`` and ``V_h + up_Vh down``. So a head's query gets ``down^T (up_Kh^T q)`` more, and its result ``up_Vh (down z)``:
-pairs of its own of the rows ``[T H, ...]``, whose numbers are ``adapter * H + h``. All of a sequence's rows are of one
-adapter. A bias adds the same to all scores of a query, so that of keys changes nothing.
+down`` and ``V_h + up_Vh down``. So ``down^T (up_Kh^T q)`` is added to the head's query, and ``up_Vh (down z)`` to its
+result: two pairs for each head of each adapter, which has slot ``adapter * H + h``, over rows ``[T H, ...]``. The rows
+in the pages stay as they are, since a sequence has one adapter. A bias of keys adds the same to all scores of a query,
+so it changes nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 
 from runtime import ops
 from runtime.batch import AdaptedRows, Batch
+from runtime.dtype import NDArray
 from runtime.linear.adapter_pairs import Pair
 from runtime.linear.gpu_slots import Slots, new_slots
-from runtime.linear.latent import DeclaredHeads
+from runtime.linear.latent import DeclaredHeads, HeadSlots
 from runtime.linear.low_rank_slots import DensePair, SlotShape
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
@@ -25,61 +27,56 @@ _MOST_ROWS = 65_535
 """Tokens' heads of a launch: a GPU's grid has no more rows."""
 
 
-class LowRankHeads:
-    """The pairs of one layer's heads (`LatentAddend`), whose memory is made for the first adapter that has some."""
+class LowRankHeads(HeadSlots):
+    """The pairs of one layer's heads."""
 
     def __init__(self, declared: DeclaredHeads, num_slots: int, rank: int) -> None:
         self.declared, self.num_slots, self.rank = declared, num_slots, rank
         self._slots: tuple[Slots, Slots] | None = None
-        self._numbers: Tensor | None = None  # [tokens, H], each head's number
+        self._numbers: Tensor | None = None  # [tokens, H], in each row 0, 1 ... H - 1
         self._options: LoadOptions | None = None
 
     def allocate(self, options: LoadOptions) -> None:
-        """Notes the type of pairs."""
+        """See `HeadSlots`."""
         self._slots, self._numbers, self._options = None, None, options
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all slots."""
+        """See `HeadSlots`."""
         return sum(each.size_bytes for each in self._slots or ())
 
     @property
     def is_empty(self) -> bool:
-        """See `LateAddend`."""
+        """See `LatentAddend`."""
         return self._slots is None
 
     def write(self, slot: int, pairs: Mapping[str, Pair]) -> bool:
-        """Writes an adapter's pair to a slot, or zeros; returns whether memory was made."""
-        pair, heads = pairs.get(self.declared.name), self.declared
+        """See `HeadSlots`."""
+        pair, heads = pairs.get(self.declared.name), self.declared.own_heads
         is_new = self._slots is None and pair is not None
         if is_new:
             self._make()
         if self._slots is None:
             return False
         keys, values = self._slots
-        for head in range(heads.own_heads):
-            place = slot * heads.own_heads + head
-            if pair is None or not pair.up.any():
-                keys.write(place, [None], None)
-                values.write(place, [None], None if pair is None else self._value_bias(pair, head))
-                continue
-            of_key, of_value = self._rows_of(head)
-            rank = len(pair.down)
-            down, up = np.zeros((rank, heads.head_dim), np.float32), np.zeros((heads.row_dim, rank), np.float32)
-            down[:, : heads.key_dim], up[heads.rotary_dim :] = pair.up[of_key].T, pair.down.T
-            keys.write(place, [DensePair(down, up)], None)
-            values.write(place, [DensePair(pair.down, pair.up[of_value])], self._value_bias(pair, head))
+        for head in range(heads):
+            of_key, of_value, bias = (None, None, None) if pair is None else self._of_head(head, pair)
+            keys.write(slot * heads + head, [of_key], None)
+            values.write(slot * heads + head, [of_value], bias)
         return is_new
 
-    def _rows_of(self, head: int) -> tuple[slice, slice]:
-        """The stored map's rows of one of this rank's heads: of its key, and of its value."""
+    def _of_head(self, head: int, pair: Pair) -> tuple[DensePair | None, DensePair | None, NDArray | None]:
+        """The stored map's pair as those of a head's query and result, None where they add nothing, and the result's
+        bias."""
         heads = self.declared
         first = (heads.first + head) * (heads.key_dim + heads.value_dim)
-        middle = first + heads.key_dim
-        return slice(first, middle), slice(middle, middle + heads.value_dim)
-
-    def _value_bias(self, pair: Pair, head: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None:
-        return None if pair.bias is None else pair.bias[self._rows_of(head)[1]]
+        middle, end = first + heads.key_dim, first + heads.key_dim + heads.value_dim
+        bias = None if pair.bias is None else pair.bias[middle:end]
+        if not pair.up[first:end].any():
+            return None, None, bias
+        down = np.pad(pair.up[first:middle].T, ((0, 0), (0, heads.rotary_dim)))  # [r, key_dim + rotary_dim]
+        up = np.pad(pair.down.T, ((heads.rotary_dim, 0), (0, 0)))  # [rotary_dim + latent_dim, r]
+        return DensePair(down, up), DensePair(pair.down, pair.up[middle:end]), bias
 
     def _make(self) -> None:
         heads, options = self.declared, self._options
@@ -93,18 +90,18 @@ class LowRankHeads:
 
     def add_queries(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         """See `LatentAddend`."""
-        assert self._slots is not None, "an empty addend adds nothing"
-        return self._added(self._slots[0], x, residual, batch)
+        return self._added(0, x, residual, batch)
 
     def add_values(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         """See `LatentAddend`."""
-        assert self._slots is not None, "an empty addend adds nothing"
-        return self._added(self._slots[1], x, residual, batch)
+        return self._added(1, x, residual, batch)
 
-    def _added(self, slots: Slots, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
-        """The residual plus those of x; both have each token's heads one after another."""
-        width, heads = sum(slots.shape.heights), self.declared.own_heads
-        flat, rest = x.view(-1, slots.shape.depth), residual.view(-1, width)
+    def _added(self, which: int, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
+        """The residual plus the sums of x, by the keys' slots or the values'; both have each token's heads one after
+        another."""
+        assert self._slots is not None, "an empty addend adds nothing"
+        slots, heads = self._slots[which], self.declared.own_heads
+        flat, rest = x.view(-1, slots.shape.depth), residual.view(-1, slots.shape.heights[0])
         passes = list(self._passes(batch))
         parts = [
             ops.low_rank(flat[first * heads : end * heads], rows, slots, residual=rest[first * heads : end * heads])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.gpu_slots import Slots, new_slots
-from runtime.linear.latent import DeclaredHeads
+from runtime.linear.latent import DeclaredHeads, HeadSlots
 from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
@@ -135,7 +134,7 @@ class LowRankMaps:
         self.table: LowRankTable | None = None
         self.head: LowRankHead | None = None
         self.routers: dict[str, LowRankHead] = {}
-        self.heads: dict[str, Any] = {}  # of `LowRankHeads`
+        self.heads: dict[str, HeadSlots] = {}
         self.modules: dict[str, tuple[int, int]] = {}
         self.tables: set[str] = set()
         self.transposed: set[str] = set()
@@ -180,15 +179,15 @@ class LowRankMaps:
         self.modules[name] = rows, columns
         return self.routers[name]
 
-    def addend_of_heads(self, declared: DeclaredHeads) -> Any:
+    def addend_of_heads(self, declared: DeclaredHeads) -> HeadSlots:
         """See `LatentSource`; heads that are declared again replace themselves."""
-        made = _latent_adapters.LowRankHeads(declared, self.num_slots, self.rank)
+        made: HeadSlots = _latent_adapters.LowRankHeads(declared, self.num_slots, self.rank)
         self.heads[declared.name] = made
         self.modules[declared.name] = declared.num_heads * (declared.key_dim + declared.value_dim), declared.latent_dim
         return made
 
     @property
-    def _all(self) -> Iterator[Any]:
+    def _all(self) -> Iterator[LowRankMap | LowRankExperts | HeadSlots | LowRankTable | LowRankHead]:
         yield from self.maps.values()
         yield from self.experts.values()
         yield from self.heads.values()

@@ -6,8 +6,8 @@
 Names are loaded, unloaded, loaded again and, in place, with other content; each request asks for one of them. Every
 answer is compared with that of the content alone. Memory is read after the first tenth, and 18 times from then on: of
 a server, the resident bytes of both processes; of an engine, this process's, the number of Python objects, and what
-the device's allocator has given out. Prints both, and the slopes by least squares over the second half for 1,000
-requests. The exit status is 1 if an answer was stale."""
+the device's allocator has given out. Each sample is printed, then the counts and, by least squares over the second
+half of the samples, the growth for 1,000 requests. The exit status is 1 if an answer was stale."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class OfEngine:
 
     def load(self, name: int, folder: Path, *, is_known: bool) -> None:
         """Gives a name this content."""
-        digest = bytes(int(each) for each in self.engine.load_adapter(str(name), str(folder)).result(60)).hex()
-        self.refs[name] = AdapterRef(name=str(name), path=str(folder), digest=digest)
+        loaded = self.engine.load_adapter(str(name), str(folder)).result(60)
+        self.refs[name] = AdapterRef.of(str(name), str(folder), loaded)
 
     def unload(self, name: int) -> None:
         """Forgets a name."""
