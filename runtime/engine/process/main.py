@@ -309,7 +309,10 @@ class ProcessServer:
     ) -> None:  # fmt: skip
         def embed(token_ids: list[int], pooling: str | None, salt: str | None, *task: Any) -> Future[Any]:
             is_lone = is_last and len(token_ids) <= MOST_TOKENS_HERE
-            return (client.embed_here if is_lone else client.embed)(token_ids, pooling, images, salt, *task)
+            future = (client.embed_here if is_lone else client.embed)(token_ids, pooling, images, salt, *task)
+            if future.done():  # `_report` is not called
+                self._progress_s = time.monotonic()
+            return future
 
         computations: dict[str, Callable[..., Future[Any]]] = {
             "logits": client.start_logits,

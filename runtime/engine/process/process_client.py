@@ -358,12 +358,13 @@ class ProcessEngineClient(EngineClient):
 
     def _tell_watched(self) -> None:
         with self._lock:
-            self._send_watched()
+            if self._supervisor.state == "ready":
+                self._send_watched()
 
     def _send_watched(self) -> None:
-        """Have the process send views if anybody watches. The caller holds the lock."""
+        """Have the process, which is ready, send views if anybody watches. The caller holds the lock."""
         is_watched, process = bool(self._watchers), self._supervisor.process
-        if is_watched != self._is_watched and self._supervisor.state == "ready" and process is not None:
+        if is_watched != self._is_watched and process is not None:
             self._is_watched = is_watched
             process.send(frame(Watch(is_watched)))
 

@@ -240,13 +240,13 @@ class Supervisor:
     def _take_up(self, info: EngineInfo, begun_s: float) -> None:
         """Serve requests with the engine that is now ready."""
         with self.lock:
+            self._owner.begin(info)  # before the state, which is read without the lock
             self._ready_s = time.monotonic()
             self._start_duration_s = self._ready_s - begun_s
             if self.state != "closing":
                 self.state = "ready"
             waited_for = self._renewed, self._reloaded
             self._renewed = self._reloaded = None
-            self._owner.begin(info)
         self._is_drained = False
         for future in waited_for:
             if future is not None:

@@ -243,15 +243,16 @@ class ThreadEngineClient(EngineClient):
             engine.embedder.drop(embedding)  # of an interrupted pass
             with self._condition:
                 self._is_lent = False
-                if self._commands or self._is_closing:
+                if self.has_work or self._is_closing:
                     self._condition.notify()
         return embedding.future
 
     def _borrow(self, embedding: Embedding) -> bool:
         """Whether this thread has got the engine, to compute the embedding in one pass."""
         engine = self._engine
-        is_short = len(embedding.token_ids) <= engine.limits.max_num_batched_tokens and embedding.pictures is None
-        if not (is_short and engine.executor.takes_any_thread):
+        if not engine.executor.takes_any_thread or embedding.pictures is not None:
+            return False
+        if len(embedding.token_ids) > engine.limits.max_num_batched_tokens:
             return False
         with self._condition:
             self._check_alive()

@@ -311,7 +311,7 @@ class Scheduler:
             if self.limits.longrope_threshold is not None:
                 choose_rotation(sequence, self.limits.longrope_threshold, self.pool.host_pool)
             if self._placement.refuses(sequence):
-                if self._takes_reserved():
+                if not self.running and self._drop_read():
                     continue
                 return
             if self.stored is not None and not self._restore(self.stored, sequence, step):
@@ -319,7 +319,7 @@ class Scheduler:
             is_new = sequence.num_cached_tokens is None
             count = self._placement.start(sequence, step, len(self.running))
             if not count:
-                if self._takes_reserved():
+                if not self.running and self._drop_read():
                     continue
                 return
             self._leave(sequence)
@@ -333,9 +333,9 @@ class Scheduler:
                 self._chunks.limit.is_full = True
             most = None if most is None else most - 1
 
-    def _takes_reserved(self) -> bool:
-        """Give up reserved blocks for a waiting sequence if none runs: one always fits the pool."""
-        return not self.running and self.reserved is not None and self.reserved.drop()
+    def _drop_read(self) -> bool:
+        """Give up blocks of a prefix that is being read back, or of one that was reserved. False if there are none."""
+        return any(each is not None and each.drop() for each in (self.stored, self.reserved))
 
     def _restore(self, stored: StoredPrefixes, sequence: Sequence, step: Step) -> bool:
         """Read what a store has of a new sequence's prefix; False while it has to wait for more. That does not begin
@@ -395,9 +395,7 @@ class Scheduler:
         }
         needed = self.pool.by_pool(map(sum, zip(*lacking.values())))
         while not self.pool.has_room(needed):
-            if self.stored is not None and self.stored.drop():
-                continue
-            if self.reserved is not None and self.reserved.drop():
+            if self._drop_read():
                 continue
             if len(self.running) == 1:
                 return False

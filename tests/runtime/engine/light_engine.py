@@ -67,9 +67,9 @@ class LightEngine:
         self.limits = SimpleNamespace(max_waiting=max_waiting)
         self.pool = BlockPool(8, 16)
         self.timeline: deque[Any] = deque()
-        self.executor = SimpleNamespace(close=lambda: None, tallies=list)
+        self.executor = SimpleNamespace(close=lambda: None, tallies=list, takes_any_thread=False)
         self.embedder = SimpleNamespace(prepare=lambda *asked: SimpleNamespace(future=Future()))
-        self.has_embeddings = False
+        self.has_embeddings, self.hand_overs = False, None
         self.pauses = SimpleNamespace(blocks=False, is_changing=False, version="0")
         self.num_unscheduled = self.num_unscheduled_tokens = self.num_requests = self.num_tokens = 0
         self._open: dict[str, tuple[Request, dict[int, int]]] = {}  # drawn tokens by choice

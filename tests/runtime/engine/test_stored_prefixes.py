@@ -554,6 +554,29 @@ def test_a_prefix_that_is_read_back_gives_way(tmp_path: Path, monkeypatch: pytes
     assert sorted(len(each.token_ids()) for each in results.values()) == [8, 39]
 
 
+def test_what_an_idle_engine_reads_back_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a prompt that needs all blocks, and reads none back itself."""
+    model = write_full(tmp_path / "model")
+    short, whole = (
+        EngineRequest(request_id=name, prompt_token_ids=[*range(count)], params=SamplingParams(max_tokens=2, **params))
+        for name, count, params in (("short", 40, {}), ("whole", 88, {"prompt_logprobs": 1}))
+    )
+    with engine_on(model, tmp_path / "prefixes") as engine:
+        answers(engine, [short])
+    monkeypatch.setattr(stored_prefixes, "_READ_BYTES", 1)
+    monkeypatch.setattr(stored_prefixes, "_WARM_S", 0.0001)
+    with engine_on(model, tmp_path / "prefixes", num_blocks=12) as engine:
+        stored = engine.scheduler.stored
+        assert stored is not None
+        while engine.wants_rest and not stored.held_blocks:
+            engine.rest_long()
+        assert stored.held_blocks
+        engine.add(whole)
+        engine.step()
+        assert engine.stats().num_running == 1
+        engine.check_invariants()
+
+
 def test_what_is_remembered_of_files_is_bounded(tmp_path: Path) -> None:
     """Unusable files are forgotten once they are gone, and digests of files that are."""
     model, folder = write_full(tmp_path / "model"), tmp_path / "prefixes"

@@ -7,14 +7,18 @@ import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import psutil
 import pytest
 
@@ -22,11 +26,11 @@ import runtime.engine.process.spawning as spawning
 from models.errors import ModelLoadError
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
 from runtime.engine.process.child import EngineProcess, Supervision
-from runtime.engine.process.main import EXIT_LOOP_DIED, EXIT_SERVER_GONE, EXIT_STUCK
+from runtime.engine.process.main import EXIT_LOOP_DIED, EXIT_SERVER_GONE, EXIT_STUCK, ProcessServer
 from runtime.engine.process.process_client import ProcessEngineClient
-from runtime.engine.process.wire import FromEngine, Outputs, Start, Started, frame
+from runtime.engine.process.wire import Call, FromEngine, Outputs, Start, Started, frame
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import OutOfMemoryError, XservError
 from runtime.own_packages import python_module
@@ -204,6 +208,35 @@ def test_an_engine_that_gets_nowhere_is_replaced(caplog: pytest.LogCaptureFixtur
     wait_until(lambda: client.state == "ready" and f"status {EXIT_STUCK}" in caplog.text)
     assert serves(client)
     client.close()
+
+
+def test_an_embedding_that_the_reader_computed_is_progress() -> None:
+    """Else an engine that computes one after the other, and nothing else, would seem to hang."""
+    connection, peer = socket.socketpair()
+    with connection, peer:
+        server, computed = ProcessServer(connection), Future[Any]()
+        computed.set_result(np.zeros(1, np.float32))
+        server._client = Mock(embed=lambda *_: Future(), embed_here=lambda *_: computed)
+        server._progress_s = 0.0
+        call = Call(1, "embed", [[1, 2], None, None])
+        server._obey(call, is_last=False)
+        assert server._progress_s == 0.0, "it waits for the engine's thread"
+        server._obey(call, is_last=True)
+        assert server._progress_s > 0.0
+
+
+def test_an_engines_facts_are_known_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str] = []
+    plain = ProcessEngineClient.begin
+
+    def begin(client: ProcessEngineClient, info: EngineInfo) -> None:
+        states.append(client.state)
+        plain(client, info)
+
+    monkeypatch.setattr(ProcessEngineClient, "begin", begin)
+    client = light_client()
+    client.close()
+    assert states == ["starting"]
 
 
 def test_a_process_that_falls_silent_is_replaced(caplog: pytest.LogCaptureFixture) -> None:

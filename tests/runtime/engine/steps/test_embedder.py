@@ -204,6 +204,23 @@ def test_what_comes_meanwhile_is_computed_afterwards(client: ThreadEngineClient,
     assert sink.wait().token_ids() == greedy([1, 2], 5)
 
 
+def test_what_comes_without_a_command_is_computed_afterwards(client: ThreadEngineClient, model: FakeModel) -> None:
+    """As pages do, of a request that waits for them."""
+    wait_until(lambda: client._is_idle)
+    gate, sink = Gate(model), Sink()
+    borrowing = threading.Thread(target=lambda: client.embed_here([1, 2]).result(TIMEOUT_S))
+    borrowing.start()
+    assert gate.entered.wait(TIMEOUT_S)
+    asked = request("x", [1, 2], max_tokens=5)
+    client._delivery.open(asked, sink)
+    client._engine.add(asked)
+    client._wake()
+    wait_until(lambda: client._is_idle)
+    gate.opened.set()
+    borrowing.join(TIMEOUT_S)
+    assert sink.wait().token_ids() == greedy([1, 2], 5)
+
+
 def test_an_interrupted_pass_leaves_the_engine_as_it_was(client: ThreadEngineClient, model: FakeModel) -> None:
     def interrupt(batch: Batch) -> None:
         raise KeyboardInterrupt
