@@ -55,7 +55,8 @@ def gemm_tile_of(stored):
         typingctx, x, words, panel, panel_stride, scales, bias, residual, residual_stride, out,
         out_stride, columns, partial, is_first, is_last, ahead, step, panels, rows,
     ):  # fmt: skip
-        """Computes one tile of ``rows`` (1..GEMM_ROWS) rows and ``panels`` panels (1 or panels_at_once).
+        """Computes one tile of ``rows`` (1..GEMM_ROWS, of blocks in the buffer 1..UNPACKED_ROWS) rows and ``panels``
+        panels (1 or panels_at_once).
 
         ``x`` (the operands of these rows), ``panel``, ``scales`` (of int8), ``bias``, ``residual`` (0 = none), ``out``
         and ``partial`` are addresses; strides are bytes from row to row (from panel to panel). Only ``columns`` columns

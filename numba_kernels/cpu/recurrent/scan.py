@@ -29,7 +29,7 @@ from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
 from numba_kernels.cpu.layout import TILE_VECTORS
 from numba_kernels.cpu.recurrent.convolution import CHUNK_FIELDS, chunk_end, chunk_of, covered, written_page
 from numba_kernels.cpu.recurrent.tiles import GATE_ONLY, NORMED, SIGMOID, SILU, gate_tile, inner_product
-from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, new_lines
 from numba_kernels.cpu.target import LANES
 
 BLOCK = 64 if TILE_VECTORS > 1 else 32  # columns that are read together, as registers allow
@@ -176,10 +176,9 @@ def scan_kernel(is_delta: bool, stored: type) -> Kernel:
         replayed = p - length if p > 0 else 0
         total = replayed + n
         kept = replayed + covered(n, p, a.pending) - p
-        # Of a block and two rows of WIDE columns, which begin with a line.
-        memory = np.empty((key_dim + 1) * BLOCK + 2 * WIDE, np.float32)
-        base = (address(memory) + 63) // 64 * 64
-        block_at, delta_at, result_at = base, base + key_dim * _ROW, base + key_dim * _ROW + WIDE * 4
+        memory = new_lines(key_dim * BLOCK + 2 * WIDE)  # a block and two rows of WIDE columns
+        block_at = address(memory)
+        delta_at, result_at = block_at + key_dim * _ROW, block_at + key_dim * _ROW + WIDE * 4
         small = np.zeros(BLOCK, np.float32)
         result, stride = float32_at(result_at, WIDE), value_dim
         of_head = key_dim * value_dim * itemsize
