@@ -365,7 +365,7 @@ class Engine:
             collect_idle()
 
     def rest_long(self) -> None:
-        """``rest``, and what is not for the moment between two requests: read back prefixes of an earlier engine."""
+        """``rest``, and read back prefixes of an earlier engine, which takes too long between two requests."""
         self.rest()
         stored = self.scheduler.stored
         if stored is not None and not self.has_work and not self.pauses.is_held:

@@ -259,7 +259,7 @@ class ProcessServer:
         _exit(EXIT_SERVER_GONE)
 
     def _obey(self, message: ToEngine, *, is_last: bool) -> None:
-        """``is_last``: of the messages that are there."""
+        """``is_last``: no further message was read with it."""
         client = self._client
         if client is None:
             raise WireError(f"{type(message).__name__} came before the engine was started")

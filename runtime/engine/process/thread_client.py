@@ -50,7 +50,7 @@ BURST_MOST_S = 2e-3
 """An idle engine with a new request waits until no other has come for the first of these, at most for the second, so
 that a burst shares its first forward pass."""
 REST_S = 0.1
-"""An idle engine hands what waits for the disk over this often, and reads back what an earlier one has left there."""
+"""Seconds between two rests of an idle engine, which write prefixes to the disk, or read an earlier engine's back."""
 
 
 class ThreadEngineClient(EngineClient):
@@ -248,7 +248,7 @@ class ThreadEngineClient(EngineClient):
         return embedding.future
 
     def _borrow(self, embedding: Embedding) -> bool:
-        """Whether this thread has got the engine, to compute the embedding in one pass."""
+        """Take the engine for one pass over the embedding. False if it has work or sleeps, or one pass does not do."""
         engine = self._engine
         if not engine.executor.takes_any_thread or embedding.pictures is not None:
             return False
