@@ -72,7 +72,7 @@ class Served:
         if self.wire is not None:
             self.wire.close()
         self.process.terminate()
-        self.process.wait()
+        self.process.communicate()  # waits, and closes the pipe
 
 
 def wake_before_the_engine(pid: int) -> None:

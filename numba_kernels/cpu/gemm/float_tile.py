@@ -72,7 +72,8 @@ def gemm_tile_of(stored):
             names = "x words panel panel_stride scales bias residual residual_stride out out_stride columns partial"
             operands = dict(zip(f"{names} is_first is_last ahead step".split(), args))
             done = builder.append_basic_block("tile.done")
-            most = UNPACKED_ROWS if isinstance(stored, str) and stored.startswith(PREFIX) else GEMM_ROWS
+            is_integer = isinstance(stored, str) and stored.startswith(PREFIX) and stored != UNPACKED
+            most = UNPACKED_ROWS if is_integer else GEMM_ROWS
             shapes = {(height, count) for height in range(1, most + 1) for count in {1, panels_at_once(stored, height)}}
             which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
             switch = builder.switch(which, done)
