@@ -48,7 +48,8 @@ def latent_layer(
     queries = attended = values = prepared = None
     if batch.long_chunks.chunks:
         values = Tensor.new((tokens, heads * maps.value_dim), q.dtype, q.device)
-        prepared = backend.latent_prepare(q, latent, maps, batch, group, rope, norm, pages)
+        slot_mapping = batch.slot_mappings[group]
+        prepared = backend.latent_prepare(q, latent, maps, batch.positions, rope, norm, pages, slot_mapping)
         if batch.long_chunks.max_query_len:
             queries = Tensor.new((tokens, heads, maps.row_dim), q.dtype, q.device)
             attended = Tensor.new((tokens, heads * maps.latent_dim), q.dtype, q.device)

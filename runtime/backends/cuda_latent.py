@@ -52,7 +52,7 @@ def latent_queries(
     if rope.q_scales is None:
         return added(q.contiguous(), result)
     # The result is of scaled queries, so the addend gets them, too; the tokens' rows are written once more.
-    return added(_prepared(q, latent, maps, positions, rope, norm, pages, slot_mapping), result)
+    return added(latent_prepare(q, latent, maps, positions, rope, norm, pages, slot_mapping), result)
 
 
 def latent_values(x: Tensor, maps: LatentMaps, out: Tensor | None = None) -> Tensor:
@@ -67,16 +67,10 @@ def latent_values(x: Tensor, maps: LatentMaps, out: Tensor | None = None) -> Ten
 
 
 def latent_prepare(
-    q: Tensor, latent: Tensor, maps: LatentMaps, batch: Batch, group: int, rope: RopeTable, norm: RmsNorm, pages: Tensor
-) -> Tensor:
-    """Queries that are not absorbed, rotated, ``[T, H (key_dim + R)]``; writes the tokens' rows."""
-    return _prepared(q, latent, maps, batch.positions, rope, norm, pages, batch.slot_mappings[group])
-
-
-def _prepared(
     q: Tensor, latent: Tensor, maps: LatentMaps, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
+    """Queries that are not absorbed, rotated, ``[T, H (key_dim + R)]``; writes the tokens' rows."""
     result = Tensor.new(q.shape, q.dtype, q.device)
     launch = _plan_prepare(
         q.shape[0], maps.row_dim, q.dtype.ptx, rotary=maps.rotary_dim, interleaved=rope.interleaved,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -280,11 +279,11 @@ def test_queries_that_are_not_absorbed(
     )  # fmt: skip
     wide = case.on_device(np.concatenate([q.reshape(5, -1), case.latents[0][positions]], 1))
     maps = latent_maps(case.device, float32, np.zeros((3, rest, key)), rotary)
-    batch: Any = SimpleNamespace(positions=case.on_device(positions), slot_mappings=(case.on_device(np.arange(8, 13)),))
-    width = 3 * (key + rotary)
+    norm, width = RmsNorm(case.on_device(case.norm), EPS, 1.0), 3 * (key + rotary)
     out = backend_of(case.device).latent_prepare(
-        wide[:, :width], wide[:, width:], maps, batch, 0, rope, RmsNorm(case.on_device(case.norm), EPS, 1.0), pages
-    )
+        wide[:, :width], wide[:, width:], maps, case.on_device(positions), rope, norm, pages,
+        case.on_device(np.arange(8, 13)),
+    )  # fmt: skip
     found = out.to(Device.parse("cpu")).numpy().reshape(q.shape)
     rows = pages.to(Device.parse("cpu")).numpy()[1, 0, :5, : rotary + rest]
     c = case.latents[0][positions, :rest].astype(np.float64)

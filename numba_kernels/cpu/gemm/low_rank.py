@@ -54,10 +54,10 @@ _SHRUNK_ROWS = 3 if _HAS_MANY_REGISTERS else 1  # rows that meet them at a time,
 _EXPANDED_ROWS = 8 if _HAS_MANY_REGISTERS else 4
 _SHARED_ROWS = 24  # of a unit of shrinking: they stay in the second-level cache for all groups
 _AHEAD_BYTES = 4096  # how far a pass over `down` prefetches
-_TILES_AHEAD = 3  # that a tile fetches of `up` where none were listed
+_TILES_AHEAD = 3  # how far ahead a tile prefetches `up`, if it was not listed
 _LINE = 64
 _VOID = ir.VoidType()
-MOST_LINES = 2048  # that `Functions.expand` lists
+MOST_LINES = 2048  # the most cache lines that `Functions.expand` lists
 
 FIELDS = Fields(
     "shrink expand *x *between *slots *parts *starts *active *tokens depth x_stride first_row "
@@ -180,7 +180,7 @@ def _expand_tile(
     """Writes ``height`` rows of ``out``, an address at the first block's first column, whose int32 numbers are at
     ``tokens``: the same rows of ``residual`` (0 = none) and their sums of TILE_VECTORS blocks of ``up``. Only columns
     from ``low`` to ``high`` are touched, counted from the first block's first one; ``bias`` (0 = none) begins there,
-    too."""
+    too. ``up`` is prefetched ``ahead`` bytes ahead (0 = not)."""
     simd.for_each_of(
         builder, height, range(1, _EXPANDED_ROWS + 1),
         lambda each: _emit_expand(
@@ -304,7 +304,7 @@ class Functions(NamedTuple):
     rows, residual, its stride, out, its stride, lines)``, of columns and rows of the product. It writes the residual
     (0 = none) and the sums to ``out``, or returns 0 if no row has sums; both addresses are at the first column and row.
     If ``lines`` is not 0, it leaves a count there and as many addresses, at most MOST_LINES: what it will read for as
-    many columns more. A count above 0 there tells that this has been done for these columns."""
+    many columns more. If the count there is above 0 before, these columns are in the list, and no tile prefetches."""
 
     shrink: Kernel
     expand: int
