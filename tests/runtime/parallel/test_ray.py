@@ -75,7 +75,7 @@ def test_engines_are_placed_and_started_again_when_their_actor_is_killed(cluster
         for i, sink in enumerate(sinks):
             fleet.submit(request(f"r{i}", [i], max_tokens=20 if i % 2 else 40_000), sink)
         assert all(sink.started.wait(TIMEOUT_S) for sink in sinks)
-        ray.kill(fleet.engines[0]._process._actors[0])
+        ray.kill(fleet.engines[0]._supervisor.process._actors[0])
         assert [sink.reasons() for sink in sinks] == [["error"], ["length"], ["error"], ["length"]]
         assert sinks[0].outputs[-1].engine_died
         wait_until(lambda: is_gone(before[0] or 0))
@@ -141,7 +141,7 @@ def test_ranks_of_one_engine_on_two_nodes(cluster: Any, split: dict[str, int], t
 
 
 def _kill_second_rank(client: Any) -> None:
-    ray.kill(client._process._actors[1])
+    ray.kill(client._supervisor.process._actors[1])
 
 
 def _break_ranks_connection(client: Any) -> None:
