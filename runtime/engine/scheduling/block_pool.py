@@ -221,7 +221,7 @@ class BlockPool:
 
     @property
     def empty_counts(self) -> list[int]:
-        """By pool: the blocks without content, beyond half of all."""
+        """By pool: how many more blocks than half of all are empty; negative if fewer are."""
         return [len(part.empty) - size // 2 for part, size in zip(self._parts, self._sizes)]
 
     def by_pool(self, counts: Iterable[int]) -> list[int]:

@@ -100,7 +100,7 @@ class _Wanted(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A waiting sequence's tokens but the last, and the names of their full pages, without a group."""
+    """A prompt's tokens but the last, and the names of their full pages, without a group."""
 
     sequence: _Prompt
     salt: Salt
@@ -203,7 +203,8 @@ class StoredPrefixes:
                 return
 
     def settle(self) -> None:
-        """Hand over what is noted and fits, forget the rest: the pages are about to go. No prefix is being read."""
+        """Hand over what is noted and fits, and forget the rest: the pages are about to go. No sequence waits for its
+        prefix."""
         if self._is_warming:
             self.drop()
         assert self._restoring is None, "a sequence waits for its prefix"

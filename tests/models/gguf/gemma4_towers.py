@@ -98,7 +98,7 @@ def write_tower(path: Path, case: str, **changes: Any) -> Path:
 
 @cache
 def _names() -> Any:
-    """What llama.cpp's converter calls a tower's tensors."""
+    """The names that llama.cpp's converter gives a tower's tensors."""
     return gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 128)
 
 

@@ -43,7 +43,7 @@ _EXHAUSTIVE = [
     ],
 )  # fmt: skip
 def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: str, num_rows: int) -> None:
-    """Of weights that are rounded or not; sm_80 takes adapters of one row of rounded ones."""
+    """Products of 16-bit and of packed weights, with their adapters; sm_80 takes one row of packed ones."""
     rng, device, width = np.random.default_rng(0), Device.parse(f"emulated:{arch}"), sum(HEIGHTS)
 
     def placed(array: np.ndarray[Any, Any]) -> Tensor:

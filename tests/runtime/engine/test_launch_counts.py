@@ -252,7 +252,7 @@ def test_adapters_of_one_sequence_take_no_launch() -> None:
 @pytest.mark.parametrize("quantization", ["int4", "fp8"])
 @pytest.mark.parametrize("num_seqs", [1, 4])
 def test_adapters_of_packed_weights_take_no_launch(quantization: str, num_seqs: int) -> None:
-    """Of one to four sequences, as few as `quantised_gemv` takes."""
+    """A step of one and of four sequences, whose products `quantised_gemv` computes."""
     config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
     plain = kernels_of_a_decode_layer(config, num_seqs=num_seqs, quantization=quantization)
     adapted = kernels_of_a_decode_layer(config, num_seqs=num_seqs, has_adapters=True, quantization=quantization)

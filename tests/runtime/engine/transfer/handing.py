@@ -66,7 +66,7 @@ def run(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[Eng
 
 
 def answered_alone(model: Path, requests: Sequence[EngineRequest], **settings: Any) -> dict[tuple[str, int], Any]:
-    """What an engine says that runs one request at a time and shares no prefixes."""
+    """The answers of an engine that runs one request at a time and shares no prefixes."""
     alone = build_engine(model, **{**settings, "max_num_seqs": 1, "enable_prefix_caching": False})
     try:
         return said(run(alone, requests), requests)
