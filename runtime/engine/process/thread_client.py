@@ -84,7 +84,7 @@ class ThreadEngineClient(EngineClient):
         self._drains = False
         self._has_died = False
         self._is_idle = False  # its thread sleeps
-        self._is_lent = False  # another thread runs the engine meanwhile
+        self._borrower: threading.Thread | None = None  # runs the engine meanwhile
         if engine.hand_overs is not None:
             engine.hand_overs.tell = lambda output: self._deliver([output])
             engine.hand_overs.arrivals.on_arrival = self._wake
@@ -242,7 +242,7 @@ class ThreadEngineClient(EngineClient):
         finally:
             engine.embedder.drop(embedding)  # of an interrupted pass
             with self._condition:
-                self._is_lent = False
+                self._borrower = None
                 if self.has_work or self._is_closing:
                     self._condition.notify()
         return embedding.future
@@ -256,9 +256,9 @@ class ThreadEngineClient(EngineClient):
             return False
         with self._condition:
             self._check_alive()
-            if not self._is_idle or self._is_lent or self.has_work or engine.pauses.blocks:
+            if not self._is_idle or self._borrower is not None or self.has_work or engine.pauses.blocks:
                 return False
-            self._is_lent = True
+            self._borrower = threading.current_thread()
         return True
 
     def _queue_embedding(self, embedding: Embedding) -> Future[NDArray[np.float32]]:
@@ -312,8 +312,8 @@ class ThreadEngineClient(EngineClient):
         return self._engine.pauses.version
 
     def close(self, drain: bool = False) -> None:
-        """See ``EngineClient.close``. From a sink (on the engine's thread) it returns before the engine
-        stops."""
+        """See ``EngineClient.close``. It returns before the engine stops where the caller's own work is waited for:
+        from a sink (on the engine's thread), and from a signal handler during ``embed_here``."""
         if not self._origin.is_here:
             return
         with self._condition:
@@ -324,7 +324,7 @@ class ThreadEngineClient(EngineClient):
                 self._drains = False  # a second, impatient call
             self._condition.notify()
         atexit.unregister(self.close)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() not in (self._thread, self._borrower):
             self._thread.join()
 
     def _tell(self, command: Callable[[str], None], request_id: str) -> None:
@@ -396,8 +396,8 @@ class ThreadEngineClient(EngineClient):
         """Sleep while idle; False means stop."""
         with self._condition:
             was_idle = not self.has_work
-            while self._is_lent or not (self.has_work or (self._is_closing and not self._awaits_readers)):
-                if self._sleep(REST_S if self._engine.wants_rest else None) or self._is_lent:
+            while self._borrower is not None or not (self.has_work or (self._is_closing and not self._awaits_readers)):
+                if self._sleep(REST_S if self._engine.wants_rest else None) or self._borrower is not None:
                     continue
                 self._condition.release()
                 try:

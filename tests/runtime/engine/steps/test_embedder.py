@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
@@ -283,3 +284,17 @@ def test_many_threads_borrow_submit_and_wait_at_once(model: FakeModel) -> None:
         assert not thread.is_alive()
     assert not wrong
     client.close()
+
+
+def test_a_signal_handler_closes_during_its_threads_pass(model: FakeModel) -> None:
+    """It cannot wait for the pass that it has interrupted."""
+    client = ThreadEngineClient(make_engine(model=model))
+    wait_until(lambda: client._is_idle)
+    model.before_forward = lambda batch: client.close()
+    found: list[NDArray[np.float32]] = []
+    asking = threading.Thread(target=lambda: found.append(client.embed_here([1, 2]).result(TIMEOUT_S)), daemon=True)
+    asking.start()
+    asking.join(TIMEOUT_S)
+    assert found[0].tolist() == expected_last([1, 2])
+    client._thread.join(TIMEOUT_S)
+    assert not client._thread.is_alive()
