@@ -205,15 +205,15 @@ class Model(ABC):
         return self._tables.table.add_to(x, batch, scale)
 
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The result of a task for a pooled row ``[hidden_size]``: a vector by the modules of `embedding_stages`, or
-        the labels' scores by the `classifier`, which the model has."""
+        """The result of a task for a pooled row ``[hidden_size]``, or for each token's: a vector by the modules of
+        `embedding_stages`, or the labels' scores by the `classifier`, which the model has."""
         stages = self.embedding_stages
         if task == "classify" and self.score_token_ids:
             (row,) = ops.place([pooled[None]], self.device)
             logits = self.compute_logits(row.to(self.activations)).to("cpu").array[0]
             *others, last = (logits[token_id] for token_id in self.score_token_ids)
             return np.array([last - sum(others)], np.float32)
-        if task == "classify":
+        if task in ("classify", "token_classify"):
             assert self.classifier is not None, "the task was checked"
             stages = self.classifier
         for stage in stages:

@@ -1,11 +1,12 @@
-"""Decoders with a classifier instead of an output head: transformers' `...ForSequenceClassification`, which reads the
-last token's hidden state through `score.weight [labels, hidden_size]`."""
+"""Decoders with a classifier instead of an output head, `score.weight [labels, hidden_size]`: transformers'
+`...ForSequenceClassification`, which reads the last token's hidden state, and `...ForTokenClassification`, which reads
+each token's and has a bias, too."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 from models.base import Architecture, Model
 from models.configuration.config import ModelConfig
@@ -13,22 +14,29 @@ from models.configuration.json_fields import Fields
 from models.head import Dense
 from models.makers.maker import Maker
 
-CAUSAL, CLASSIFYING = "ForCausalLM", "ForSequenceClassification"
+CAUSAL, CLASSIFYING, OF_TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
+HEADS = (CLASSIFYING, OF_TOKENS)
+"""The ends of classifiers' names."""
+_OLDER = (f"GPT2{OF_TOKENS}", f"GPTNeoX{OF_TOKENS}")
+"""Those whose map is named "classifier"."""
 
 
 class Classifier(Model):
     """Stands before a decoder's class, whose token table is its head, so that no other is stored."""
 
     generates = False
+    label_map: ClassVar[str] = "score"
 
     def __init__(self, config: ModelConfig, maker: Maker) -> None:
         super().__init__(config, maker)
-        self.classifier = (Dense(maker.table("score.weight", len(config.labels), config.hidden_size)),)
+        head = maker.under(self.label_map)
+        self.classifier = (Dense.of(head, len(config.labels), config.hidden_size, has_bias=config.labels_tokens),)
 
 
 def base_of(name: str) -> str:
     """The name of the decoder that a classifier is made of. Gemma 3's classifier has "Text" in its name, its decoder
     not."""
+    name = name.replace(OF_TOKENS, CLASSIFYING)
     if name == f"GPT2{CLASSIFYING}":
         return "GPT2LMHeadModel"
     return name.replace(f"Text{CLASSIFYING}", CLASSIFYING).replace(CLASSIFYING, CAUSAL)
@@ -37,12 +45,15 @@ def base_of(name: str) -> str:
 @cache
 def classifier_of(base: Architecture, name: str) -> Architecture:
     """The architecture of a decoder's classifier, by its name."""
-    kind: Any = type(f"{base.model_class.__name__}Classifier", (Classifier, base.model_class), {})
-    return Architecture(name, base.model_type, partial(_read, base), kind)
+    own = {"label_map": "classifier"} if name in _OLDER else {}
+    kind: Any = type(f"{base.model_class.__name__}Classifier", (Classifier, base.model_class), own)
+    return Architecture(name, base.model_type, partial(_read, base, name.endswith(OF_TOKENS)), kind)
 
 
-def _read(base: Architecture, fields: Fields) -> ModelConfig:
-    return replace(base.read_config(fields), tie_word_embeddings=True, labels=read_labels(fields))
+def _read(base: Architecture, labels_tokens: bool, fields: Fields) -> ModelConfig:
+    return replace(
+        base.read_config(fields), tie_word_embeddings=True, labels=read_labels(fields), labels_tokens=labels_tokens
+    )
 
 
 def read_labels(fields: Fields) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
-"""Heads over one pooled row: a few small maps, computed on the host in float32, a row at a time, so that a result
-depends on no other row."""
+"""Heads over the pooled row of a prompt, or over the rows of its tokens: a few small maps, computed on the host, a
+prompt at a time, so that a result depends on no other prompt."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from models.makers.maker import Maker
 from runtime.dtype import float32
 from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
 Stage = Callable[[Array], Array]
-"""A row -> a row, float32."""
+"""A row `[inputs]`, or rows `[n, inputs]`, to as many of `[outputs]`, float32."""
 
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -48,6 +49,14 @@ class Dense:
     adds_input: bool = False
     _arrays: tuple[Array, Array | None] | None = None
 
+    @classmethod
+    def of(
+        cls, maker: Maker, outputs: int, inputs: int, activation: str = "identity", *, has_bias: bool = True
+    ) -> Dense:
+        """The map that a maker's tensors "weight" and "bias" are."""
+        bias = maker.vector("bias", outputs) if has_bias else None
+        return cls(maker.table("weight", outputs, inputs), bias, activation)
+
     def __call__(self, row: Array) -> Array:
         if self._arrays is None:  # a declared model has no numbers yet
             weight, bias = (each if isinstance(each, np.ndarray | None) else host_array(each) for each in
@@ -55,20 +64,20 @@ class Dense:
             assert weight is not None
             self._arrays = weight.astype(np.float64), bias
         weight, bias = self._arrays
-        x = weight @ row.astype(np.float64)
+        x = (weight @ row.astype(np.float64).T).T
         if bias is not None:
             x = x + bias
         x = ACTIVATIONS[self.activation](x)
         if self.adds_input:
             x = x + row
         elif self.residual is not None:
-            x = x + self.residual.astype(np.float64) @ row.astype(np.float64)
+            x = x + (self.residual.astype(np.float64) @ row.astype(np.float64).T).T
         return np.asarray(x, np.float32)
 
 
 @dataclass(slots=True)
 class RowNorm:
-    """A LayerNorm of one row."""
+    """A LayerNorm of each row."""
 
     weight: Tensor
     bias: Tensor | None
@@ -76,7 +85,7 @@ class RowNorm:
 
     def __call__(self, row: Array) -> Array:
         x = row.astype(np.float64)
-        x = (x - x.mean()) / np.sqrt(x.var() + self.eps) * host_array(self.weight)
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + self.eps) * host_array(self.weight)
         if self.bias is not None:
             x = x + host_array(self.bias)
         return np.asarray(x, np.float32)

@@ -25,7 +25,7 @@ from models.encoder import BothWays, EncoderConfig
 from models.errors import ConfigError
 from models.gguf.model_file import GgufModel
 from models.head import Dense, Stage
-from runtime.pooling import Pooling, PoolingInfo, ScoreActivation, poolings_of
+from runtime.pooling import SPAN_LABELS, Pooling, PoolingInfo, ScoreActivation, poolings_of
 
 _POOLINGS: dict[str, Pooling] = {
     "cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len",
@@ -192,6 +192,12 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
             )
     if layout.pair_template and labels:
         template = _parts_of_template(layout.pair_template, folder)
+    token_labels: tuple[str, ...] = ()
+    if config.labels_tokens:
+        labels, token_labels = (), labels
+    elif labels and encoder is None and not model.score_token_ids:  # a decoder's head reads any token's hidden state
+        token_labels = labels
+    named = labels or token_labels
     own: Pooling = "last" if encoder is None else encoder.pooling
     return PoolingInfo(
         generates=model.generates,
@@ -203,7 +209,8 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
         default_prompt=layout.default_prompt,
         pools_prompt=layout.pools_prompt,
         labels=labels,
-        activation=score_activation(folder, labels) if labels else "identity",
+        token_labels=token_labels,
+        activation=score_activation(folder, named) if named and named != SPAN_LABELS else "identity",
         reads_types=encoder is not None and encoder.type_vocab_size > 1,
         pair_template=template,
         pair_chat=chat,

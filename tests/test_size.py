@@ -21,18 +21,18 @@ MOST_LINES = {
     "runtime/backends": 3_484,
     "runtime/linear": 3_442,
     "runtime/kv": 1_700,
-    "runtime/engine": 28_002,
+    "runtime/engine": 28_006,
     "runtime/text": 7_342,
-    "runtime/llm": 1_948,
+    "runtime/llm": 1_952,
     "runtime/parallel": 2_278,
     "runtime/images": 937,
     "runtime/commands": 3_068,
     "runtime/bench": 11_818,
-    "runtime": 3_642,
-    "models": 20_187,
-    "server": 23_407,
+    "runtime": 3_664,
+    "models": 20_256,
+    "server": 23_451,
     "tokenizer": 7_625,
-    "tools": 19_292,
+    "tools": 19_314,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_001
+MOST_WORDS = 39_999
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -67,6 +67,7 @@ class ModelConfig:
     pad_token_id: int | None
     latent_values: int = 0  # numbers of a value in latent pages (`runtime.kv.cache`); 0 for pages of keys and values
     labels: tuple[str, ...] = ()  # of a classifier, by their numbers
+    labels_tokens: bool = False  # the classifier reads each token, not the text
     score_tokens: tuple[str, ...] = ()  # whose logits after a pair score it: that of the last less that of the first
     architecture: str = ""  # as in config.json, such as "LlamaForCausalLM"
     shards: tuple[tuple[str, Shard], ...] = ()  # of a rank's config: the whole that each named size is a share of

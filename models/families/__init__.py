@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from models.base import Architecture
-from models.classifier import CLASSIFYING, base_of, classifier_of
+from models.classifier import HEADS, base_of, classifier_of
 from models.encoder import BIDIRECTIONAL, bidirectional_of, has_bidirectional
 
 
@@ -30,7 +30,7 @@ def architectures_naming(*words: str) -> dict[str, Architecture]:
         return {
             f"{BIDIRECTIONAL}{name}": bidirectional_of(base) for name, base in bases.items() if has_bidirectional(base)
         }
-    causal = {word: base_of(word) for word in words if word.endswith(CLASSIFYING)}
+    causal = {word: base_of(word) for word in words if word.endswith(HEADS)}
     quoted = [f'"{word}"'.encode(errors="replace") for word in (*words, *causal.values())]
     found = _of_modules(name for name, path in _files() if any(map(path.read_bytes().__contains__, quoted)))
     for word, base in causal.items():

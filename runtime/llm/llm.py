@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.admission import check_generates, prepare
-from runtime.engine.checks import is_number
+from runtime.engine.checks import check_one_of, is_number
 from runtime.engine.errors import QueueFullError, RequestError
 from runtime.engine.messages import EngineOutput
 from runtime.engine.option_names import known_options
@@ -54,7 +54,7 @@ from runtime.llm.outputs import (
 )
 from runtime.llm.progress import progress
 from runtime.llm.prompts import LoRARequest, Prompt, as_list, one_each, take_images, texts_of
-from runtime.pooling import PoolingTask, activated
+from runtime.pooling import POOLING_TASKS, PoolingTask, activated
 from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
 from runtime.text.decisions import Options, Question, content_start, options_by_question
 from runtime.text.formats import AnswerFormat, end_ids
@@ -259,19 +259,18 @@ class LLM(LoadedModel):
     def encode(
         self, prompts: Prompt | Sequence[Prompt], *, pooling_task: str = "embed", use_tqdm: bool = True
     ) -> list[PoolingRequestOutput]:
-        """Vectors ("embed") or labels' probabilities ("classify") of prompts, by vLLM's name.
+        """Vectors ("embed") or labels' probabilities ("classify") of prompts, or of each token ("token_embed",
+        "token_classify"; the span's scores by a model that answers questions), by vLLM's names. A pair of texts is
+        ``{"prompt": first, "text_pair": second}``.
 
         Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
         """
-        if pooling_task not in ("embed", "classify"):
-            problem = f"pooling_task is {pooling_task!r:.80}, must be 'embed' or 'classify'"
-            raise RequestError(problem, param="pooling_task")
-        asked = [self._asked_embedding(prompt, None if pooling_task == "embed" else "") for prompt in as_list(prompts)]
-        if pooling_task == "classify":
-            found = self._scores(asked, True, use_tqdm)
-        else:
-            vectors = self._pooled(asked, None, "embed", use_tqdm)
-            found = [self._shaped(vector, None, None).tolist() for vector in vectors]
+        check_one_of("pooling_task", pooling_task, POOLING_TASKS)
+        task, embeds = cast(PoolingTask, pooling_task), pooling_task.endswith("embed")
+        asked = [self._asked_embedding(prompt, None if embeds else "") for prompt in as_list(prompts)]
+        rows = self._pooled(asked, None, task, use_tqdm)
+        activation = self.client.info.pooling.activation
+        found = [(self._shaped(each, None, None) if embeds else activated(each, activation)).tolist() for each in rows]
         return [
             PoolingRequestOutput(self._new_id(), each.text, each.token_ids, PoolingOutput(numbers))
             for each, numbers in zip(asked, found, strict=True)

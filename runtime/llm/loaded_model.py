@@ -283,6 +283,11 @@ class LoadedModel(ChangingWeights):
         """A prompt to pool; texts after the model's prompt of that name, or its default one, and cut if they have more
         than so many tokens."""
         pooling = self.client.info.pooling
+        if isinstance(prompt, Mapping) and "text_pair" in prompt:
+            first, second = prompt.get("prompt"), prompt["text_pair"]
+            if not (isinstance(first, str) and isinstance(second, str)):
+                raise RequestError("a prompt with 'text_pair' needs two texts, 'prompt' and it", param="prompt")
+            return self._asked_pair(first, second, most)
         if most is not None and not (isinstance(prompt, str) and self.tokenizer is not None):
             raise RequestError("truncate_prompt_tokens is for prompts that are texts", param="truncate_prompt_tokens")
         left_out = 0

@@ -89,9 +89,9 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """A vector, or the labels' scores."""
+    """A vector, or the labels' scores; of a task for tokens, a list of those of each."""
 
-    data: list[float]
+    data: list[float] | list[list[float]]
 
 
 @dataclass(slots=True)

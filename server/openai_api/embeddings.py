@@ -80,11 +80,11 @@ class AskedEmbeddings(Pending):
         finally:
             if use is not None:
                 use.end()
-        wanted, most = self.asked.dimensions, len(vectors[0])
+        wanted, most = self.asked.dimensions, vectors[0].shape[-1]
         if wanted is not None and wanted > most:
             raise invalid("dimensions", f"dimensions must be at most {most}, got {wanted}.")
         work = partial(self.answer, self, vectors)
-        return JsonAnswer(await self.service.prepare(vectors[0].nbytes * len(vectors), work))
+        return JsonAnswer(await self.service.prepare(sum(each.nbytes for each in vectors), work))
 
     async def _vectors(self, request: Request) -> list[Vector]:
         futures: list[Future[Vector]] = []
@@ -137,17 +137,17 @@ class AskedEmbeddings(Pending):
             self.num_unpooled,
         )
 
-    def shaped(self, vector: Vector) -> list[float] | str:
-        """The vector for JSON, truncated and normalised: numbers, or base64 of little-endian float32. The zero vector
-        stays."""
-        vector, wanted = vector[: self.asked.dimensions], self.asked.normalize
+    def shaped(self, vector: Vector) -> list[Any] | str:
+        """The vector, or each token's, for JSON, truncated and normalised: numbers, or base64 of little-endian float32.
+        The zero vector stays."""
+        vector, wanted = vector[..., : self.asked.dimensions], self.asked.normalize
         if wanted is None:
             wanted = self.service.client.info.pooling.normalize or self.asked.dimensions is not None
         if wanted:
             vector = normalized(vector)
         if self.asked.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-        numbers: list[float] = vector.tolist()
+        numbers: list[Any] = vector.tolist()
         return numbers
 
 

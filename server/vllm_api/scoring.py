@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime.engine.errors import ContextLengthExceededError
-from runtime.pooling import activated
+from runtime.pooling import POOLING_TASKS, activated
 from runtime.text.pooled_texts import check_cut, pair_of
 from server.errors import engine_errors, invalid
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
@@ -52,15 +52,40 @@ from server.vllm_api.scoring_schema import (
 def _prepare_pooling(service: Service, body: Body) -> AskedEmbeddings:
     """Vectors of inputs, in vLLM's shape."""
     asked = decode_body(body, PoolingRequest, service.config)
-    if asked.task not in (None, "embed", "classify"):
-        raise invalid("task", f"Unsupported value: task {asked.task!r} (hidden states of single tokens are not sent).",
-                      "unsupported_value")  # fmt: skip
-    prepared = prepare_embeddings(service, asked, _pooled, body.exchange.tenant)
-    if asked.task == "classify":
-        _check_labels(service, "task")
-        prepared.task, prepared.answer = "classify", _scored(asked.use_activation)
+    pooling = service.client.info.pooling
+    task = asked.task or ("token_classify" if pooling.token_labels and not pooling.labels else "embed")
+    if task not in POOLING_TASKS:
+        known = ", ".join(POOLING_TASKS)
+        raise invalid("task", f"Unsupported value: task {asked.task!r}, must be one of {known}.", "unsupported_value")
+    if why_not := pooling.why_not(task):
+        raise invalid("task", f"The model {service.model_name!r} cannot do {task}: {why_not}.")
+    if asked.text_1 is None and asked.text_2 is None:
+        prepared = prepare_embeddings(service, asked, _pooled, body.exchange.tenant)
+    else:
+        prepared = _of_pairs(service, asked, body)
+    prepared.task = task
+    if task in ("classify", "token_classify"):
+        prepared.answer = _scored(asked.use_activation)
     elif asked.use_activation is not None:
-        raise invalid("use_activation", "use_activation is for the task 'classify'.", "unsupported_parameter")
+        raise invalid(
+            "use_activation",
+            "use_activation is for the tasks 'classify' and 'token_classify'.",
+            "unsupported_parameter",
+        )
+    return prepared
+
+
+def _of_pairs(service: Service, asked: PoolingRequest, body: Body) -> AskedEmbeddings:
+    """The same of pairs of texts."""
+    for name in ("input", "messages", "prompt_name", "add_special_tokens"):
+        if getattr(asked, name) is not None:
+            raise invalid(name, f"{name} is not sent with text_1 and text_2.", "unsupported_parameter")
+    first, second = _pairs(PairsRequest(text_1=asked.text_1, text_2=asked.text_2))
+    pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
+    asked.input, second_from = _encoded(service, pairs, ("text_1", "text_2"), asked.truncate_prompt_tokens)
+    asked.truncate_prompt_tokens = None
+    prepared = prepare_embeddings(service, asked, _pooled, body.exchange.tenant, "text_2")
+    prepared.second_from = second_from
     return prepared
 
 
@@ -116,9 +141,12 @@ def prepare_labels(
 
 
 def _check_labels(service: Service, field: str) -> None:
-    if not service.client.info.pooling.labels:
+    pooling = service.client.info.pooling
+    if not pooling.labels:
         raise invalid(
-            field, f"The model {service.model_name!r} has no classifier: POST /v1/embeddings has its vectors."
+            field,
+            f"The model {service.model_name!r} classifies no texts: {pooling.why_no_classes}."
+            f" POST {'/pooling' if pooling.token_labels else '/v1/embeddings'} has its results.",
         )
 
 
@@ -283,7 +311,6 @@ def _ranking(
     """The scores of pairs, whose two fields in the request are `names`. Raises `ApiError` 400, also for a model that
     was not trained to rank."""
     service.check_model(model)
-    first, field = names
     info = service.client.info
     if not info.pooling.scores_pairs:
         raise invalid(
@@ -291,6 +318,20 @@ def _ranking(
             f"The model {service.model_name!r} cannot rank: {info.pooling.why_no_scores}. POST /similarity compares"
             " embeddings.",
         )
+    ids, second_from = _encoded(service, pairs, names, most)
+    given = EmbeddingRequest(model=model, input=ids)
+    prepared = prepare_embeddings(service, given, answer, tenant, names[1])
+    prepared.task, prepared.second_from = "classify", second_from
+    return prepared
+
+
+def _encoded(
+    service: Service, pairs: Sequence[tuple[str, str]], names: tuple[str, str], most: int | None
+) -> tuple[list[str | int | list[int]], list[int | None]]:
+    """The ids of pairs, and each one's first token of the second text's type, or None; `names`: of the two fields.
+    Raises `ApiError` 400."""
+    first, field = names
+    info = service.client.info
     if service.tokenizer is None:
         raise invalid(field, f"This model has no tokenizer: it has no scores of texts in {field}.")
     if len(pairs) > service.config.max_inputs:
@@ -304,10 +345,7 @@ def _ranking(
                 if num_least > info.max_model_len:
                     raise ContextLengthExceededError(num_least, info.max_model_len, has_answer=False, param=first)
             check_cut(ids, most)
-    given = EmbeddingRequest(model=model, input=[ids for ids, _ in found])
-    prepared = prepare_embeddings(service, given, answer, tenant, field)
-    prepared.task, prepared.second_from = "classify", [second_from for _, second_from in found]
-    return prepared
+    return [ids for ids, _ in found], [second_from for _, second_from in found]
 
 
 create_pooling, create_classes, create_scores, create_similarities, create_ranking, create_cohere_ranking = map(

@@ -10,14 +10,21 @@ from runtime.pooling import Pooling
 from server.openai_api.answers import EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest, RequestId
 
+Texts = str | Annotated[list[str], msgspec.Meta(min_length=1)]
+
 
 class PoolingRequest(EmbeddingRequest, kw_only=True, forbid_unknown_fields=True):
-    """`POST /pooling`: a vector, or the labels' scores.
+    """`POST /pooling`: a vector, or the labels' scores; or those of each token.
 
-    task            "embed" (default), or "classify" for a model with a classifier
+    task            "embed" (default), "classify" for a model with a classifier, "token_embed", or "token_classify"
+                    (default of a model that labels tokens)
     use_activation  labels' scores as probabilities (default: true)
+    text_1, text_2  instead of input: one text and several, or equally many of both, such as a question and contexts for
+                    a model that answers by a span of tokens
     """
 
+    text_1: Texts | None = None
+    text_2: Texts | None = None
     task: Literal["embed", "token_embed", "classify", "token_classify", "score", "encode", "plugin"] | None = None
     use_activation: bool | None = None
 
@@ -39,7 +46,6 @@ class ClassifyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 Direction = Literal["Right", "right", "Left", "left"]
-Texts = str | Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 class PairsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -147,7 +153,7 @@ class CohereRerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
 class Pooled(msgspec.Struct, kw_only=True):
     index: int
     object: Literal["pooling"] = "pooling"
-    data: list[float] | str
+    data: list[float | list[float]] | str
 
 
 class PoolingAnswer(msgspec.Struct, kw_only=True):

@@ -77,6 +77,10 @@ CASES: dict[str, dict[str, Any]] = {
         **_COMMON, "model_type": "nomic_bert", "architectures": ["NomicBertModel"], "num_hidden_layers": 2,
         "max_position_embeddings": 64,
     },
+    "nomic_bert_labels": {
+        **_COMMON, "model_type": "nomic_bert", "architectures": ["NomicBertForSequenceClassification"],
+        "num_hidden_layers": 2, "max_position_embeddings": 64, **_labels(3),
+    },
     "embedding_gemma": {
         **_DECODER, "model_type": "gemma3_text", "architectures": ["Gemma3TextModel"], "head_dim": 16,
         "num_hidden_layers": 3, "use_bidirectional_attention": True, "sliding_window": 8, "query_pre_attn_scalar": 16,
@@ -93,6 +97,34 @@ CASES: dict[str, dict[str, Any]] = {
         **_DECODER, "model_type": "llama", "architectures": ["LlamaForSequenceClassification"], **_labels(3),
     },
 }  # fmt: skip
+OF_TOKENS: dict[str, dict[str, Any]] = {
+    "bert_tokens": {**_BERT, "architectures": ["BertForTokenClassification"], **_labels(3)},
+    "roberta_spans": {**_ROBERTA, "model_type": "roberta", "architectures": ["RobertaForQuestionAnswering"]},
+    "bert_spans": {**_BERT, "architectures": ["BertForQuestionAnswering"]},
+    "distilbert_tokens": {
+        "model_type": "distilbert", "architectures": ["DistilBertForTokenClassification"], "vocab_size": 300, "dim": 48,
+        "n_heads": 4, "n_layers": 2, "hidden_dim": 80, "max_position_embeddings": 64, **_labels(5),
+    },
+    "electra_spans": {
+        **_BERT, "model_type": "electra", "architectures": ["ElectraForQuestionAnswering"], "embedding_size": 24,
+        "num_hidden_layers": 2,
+    },
+    "modernbert_tokens": {
+        **_MODERN, "architectures": ["ModernBertForTokenClassification"], "global_attn_every_n_layers": 2, **_labels(3),
+    },
+    "nomic_bert_tokens": {
+        **_COMMON, "model_type": "nomic_bert", "architectures": ["NomicBertForTokenClassification"],
+        "num_hidden_layers": 2, "max_position_embeddings": 64, **_labels(2),
+    },
+    "llama_tokens": {
+        **_DECODER, "model_type": "llama", "architectures": ["LlamaForTokenClassification"], **_labels(3),
+    },
+    "gpt2_tokens": {
+        "model_type": "gpt2", "architectures": ["GPT2ForTokenClassification"], "vocab_size": 300, "n_embd": 48,
+        "n_head": 4, "n_layer": 2, "n_positions": 64, "pad_token_id": 0, **_labels(4),
+    },
+}  # fmt: skip
+"""Classifiers of each token, by their own classes alone: their hidden states are those of `CASES`."""
 HEADS = [name for name, config in CASES.items() if "id2label" in config]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -164,7 +196,8 @@ def long_shapes(case: str) -> dict[str, list[int]]:
 def write_encoder(folder: Path, case: str, *, is_long: bool = False) -> Path:
     """A case's folder, with the tokenizer of all."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CASES[case] | (LONG if is_long else {})), encoding="utf-8")
+    fields = (CASES | OF_TOKENS)[case] | (LONG if is_long else {})
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     write_safetensors(folder / "model.safetensors", tensors_of(long_shapes(case) if is_long else shapes_of()[case]))
     shutil.copy(TOKENIZER, folder / "tokenizer.json")
     named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}

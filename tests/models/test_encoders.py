@@ -28,6 +28,7 @@ from tests.models.encoder_cases import (
     IDS,
     LAYOUTS,
     LENGTHS,
+    OF_TOKENS,
     QUERY,
     SECOND_FROM,
     TEXTS,
@@ -62,7 +63,9 @@ def passes_of(model: Any, recorded: EncoderPasses | None = None, limits: EngineL
 
 
 def made_of(model: Any, hidden: Array) -> Array:
-    """Hidden states, or the labels' scores of a model with a classifier."""
+    """Hidden states, or the labels' scores of a model with a classifier, or those of each token."""
+    if model.config.labels_tokens:
+        return np.array(model.head("token_classify", hidden))
     if not model.config.labels:
         return hidden
     pooling = getattr(model.config, "pooling", "last")
@@ -70,13 +73,13 @@ def made_of(model: Any, hidden: Array) -> Array:
     return np.array(model.head("classify", row))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *OF_TOKENS])
 def test_transformers_results(tmp_path: Path, case: str) -> None:
     model = load_model(write_encoder(tmp_path, case))
     run = passes_of(model)
     hidden = run([IDS])
     assert relative_error(made_of(model, hidden), expected(case)) <= 1e-5
-    if CASES[case]["model_type"] == "bert":
+    if (CASES | OF_TOKENS)[case]["model_type"] == "bert":
         pair = run([IDS], [TYPES])
         assert relative_error(made_of(model, pair), expected(f"{case} pair")) <= 1e-5
     beside = run([IDS[:5], IDS, IDS[:1]], [None, None, None])  # the same bits in any batch
@@ -322,9 +325,50 @@ def test_labels(tmp_path: Path, opened: Callable[..., LLM]) -> None:
         llm.score("a", "b")
 
 
+def test_labels_of_tokens(tmp_path: Path, opened: Callable[..., LLM]) -> None:
+    prompt = {"prompt_token_ids": IDS}
+    for name, case in (("encoder", "bert_tokens"), ("decoder", "llama_tokens")):
+        llm, theirs = opened(write_encoder(tmp_path / name, case)), np.exp(expected(case))
+        (found,) = llm.encode(prompt, pooling_task="token_classify", use_tqdm=False)
+        np.testing.assert_allclose(found.outputs.data, theirs / theirs.sum(axis=1, keepdims=True), rtol=1e-4)
+        (rows,) = llm.encode(prompt, pooling_task="token_embed", use_tqdm=False)
+        np.testing.assert_allclose(np.linalg.norm(rows.outputs.data, axis=1), np.ones(len(IDS)), rtol=1e-5)
+        (last,) = llm.embed(prompt, pooling="last", use_tqdm=False)
+        np.testing.assert_allclose(rows.outputs.data[-1], last.outputs.embedding, rtol=1e-5)
+        with pytest.raises(RequestError, match=r"labels tokens \(task token_classify\), not texts"):
+            llm.classify(prompt, use_tqdm=False)
+    long = {"prompt_token_ids": IDS * 3}  # in several passes
+    whole, cut = (opened(tmp_path / "decoder", **more) for more in ({}, {"max_num_batched_tokens": 16}))
+    ours, other = (llm.encode(long, pooling_task="token_classify", use_tqdm=False)[0].outputs for llm in (cut, whole))
+    np.testing.assert_array_equal(ours.data, other.data)
+
+
+def test_spans_of_answers(tmp_path: Path, opened: Callable[..., LLM]) -> None:
+    """A pair of texts has the types that its model was trained with."""
+    llm = opened(write_encoder(tmp_path, "bert_spans"))
+    assert llm.client.info.pooling.token_labels == ("start", "end")
+    pairs = [{"prompt": QUERY, "text_pair": text} for text in TEXTS[:2]]
+    for number, each in enumerate(llm.encode(pairs, pooling_task="token_classify", use_tqdm=False)):
+        assert relative_error(np.array(each.outputs.data), expected(f"spans {number}")) <= 1e-5
+    with pytest.raises(RequestError, match="needs two texts"):
+        llm.encode({"prompt_token_ids": IDS, "text_pair": "x"}, pooling_task="token_classify", use_tqdm=False)
+    with pytest.raises(RequestError, match="pooling_task must be one of embed, classify, token_embed, token_classify"):
+        llm.encode("x", pooling_task="score", use_tqdm=False)
+
+
+def test_a_classifier_of_texts_has_no_labels_of_tokens(tmp_path: Path, opened: Callable[..., LLM]) -> None:
+    llm = opened(write_encoder(tmp_path / "encoder", "roberta_labels"))
+    with pytest.raises(RequestError, match="its classifier labels texts, not tokens"):
+        llm.encode({"prompt_token_ids": IDS}, pooling_task="token_classify", use_tqdm=False)
+    decoder = opened(write_encoder(tmp_path / "decoder", "llama_labels"))  # but a decoder's reads any token
+    (found,) = decoder.encode({"prompt_token_ids": IDS}, pooling_task="token_classify", use_tqdm=False)
+    last = np.exp(expected("llama_labels"))
+    np.testing.assert_allclose(found.outputs.data[-1], last / last.sum(), rtol=1e-4)
+
+
 def test_a_model_without_a_head_neither_classifies_nor_generates(tmp_path: Path, opened: Callable[..., LLM]) -> None:
     llm = opened(write_encoder(tmp_path, "modernbert"))
-    with pytest.raises(RequestError, match="no head that classifies"):
+    with pytest.raises(RequestError, match="has no head for it: it has no classifier"):
         llm.classify("a", use_tqdm=False)
     with pytest.raises(RequestError, match="ModernBertModel generates no text: ask for embeddings"):
         llm.generate("a", use_tqdm=False)
@@ -348,10 +392,10 @@ def test_two_ranks(tmp_path: Path, opened: Callable[..., LLM], case: str) -> Non
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("case", [*HEADS, "bert_tokens", "llama_tokens", "gpt2_tokens"])
 def test_tensors_of_a_head_are_needed(tmp_path: Path, case: str) -> None:
     folder = write_encoder(tmp_path, case)
-    config = {**CASES[case], "id2label": {str(number): str(number) for number in range(5)}}
+    config = {**(CASES | OF_TOKENS)[case], "id2label": {str(number): str(number) for number in range(5)}}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=r"(classifier|score).*\[5, "):
         load_model(folder)

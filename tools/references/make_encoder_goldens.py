@@ -26,6 +26,7 @@ from tests.models.encoder_cases import (
     LAYOUTS,
     LENGTHS,
     LONG,
+    OF_TOKENS,
     QUERY,
     SECOND_FROM,
     TEXTS,
@@ -49,7 +50,7 @@ def main() -> None:
         write_tokenizer()
     outputs: dict[str, Any] = {}
     shapes: dict[str, Any] = {}
-    for case, fields in CASES.items():
+    for case, fields in (CASES | OF_TOKENS).items():
         model_class: Any = getattr(transformers, fields["architectures"][0])
         config = transformers.AutoConfig.for_model(**fields)
         model = model_class._from_config(config, attn_implementation="eager").float().eval()
@@ -64,9 +65,9 @@ def main() -> None:
             if fields["model_type"] == "bert":
                 types = (torch.arange(len(IDS)) >= SECOND_FROM).long()[None]
                 outputs[f"{case} pair"] = _result(model(input_ids=ids, token_type_ids=types))
+    (FOLDER / "shapes.json").write_text(json.dumps(shapes) + "\n", encoding="utf-8")
     for case, fields in CASES.items():
         outputs |= _long(case, fields)
-    (FOLDER / "shapes.json").write_text(json.dumps(shapes) + "\n", encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
         for name in LAYOUTS:
             folder = _with_class(write_layout(Path(scratch) / name, name), "BertTokenizer")
@@ -78,6 +79,15 @@ def main() -> None:
             kind = "BertTokenizer" if case == "bert_pairs" else "PreTrainedTokenizerFast"  # the latter makes no types
             model = CrossEncoder(str(_with_class(folder, kind)), device="cpu")
             outputs[f"scores {case}"] = model.predict([(QUERY, text) for text in TEXTS])
+        folder = _with_class(write_encoder(Path(scratch) / "bert_spans", "bert_spans"), "BertTokenizer")
+        asked = transformers.AutoTokenizer.from_pretrained(folder)(
+            [QUERY] * 2, TEXTS[:2], return_tensors="pt", padding=True
+        )
+        answering = transformers.BertForQuestionAnswering.from_pretrained(folder).eval()
+        with torch.no_grad():
+            for number, length in enumerate(asked["attention_mask"].sum(dim=1).tolist()):
+                own = {name: each[number : number + 1, :length] for name, each in asked.items()}
+                outputs[f"spans {number}"] = _result(answering(**own))
         model = CrossEncoder(str(write_logit_score(Path(scratch) / "logit_score")), device="cpu")
         outputs["scores logit_score"] = model.predict([(QUERY, text) for text in TEXTS])
     arrays: dict[str, Any] = {name: np.asarray(each, np.float32) for name, each in outputs.items()}
@@ -104,6 +114,8 @@ def _long(case: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(result: Any) -> Any:
+    if hasattr(result, "start_logits"):
+        return torch.stack([result.start_logits[0], result.end_logits[0]], dim=-1).numpy()
     return (result.logits if hasattr(result, "logits") else result.last_hidden_state)[0].numpy()
 
 

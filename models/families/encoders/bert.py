@@ -4,12 +4,14 @@
     for each layer:   x = norm(x + attention(x));   x = norm(x + down(gelu(up(x))))
 
 RoBERTa's positions begin after the padding's id, and it has one type. ELECTRA's embeddings may be narrower than its
-layers. A classifier reads the first token: BERT's through the pooler, the others' through a map of their own.
+layers. A classifier reads the first token: BERT's through the pooler, the others' through a map of their own. One of
+tokens reads each by one map, as does the one that answers questions, whose labels are an answer's start and end.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -33,20 +35,21 @@ from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.linear.linear import Linear
+from runtime.pooling import SPAN_LABELS
 from runtime.tensor.tensor import Tensor
 
 ACTIVATIONS = {**GELU_NAMES, **SILU_NAMES}
 """The names of activations in config.json, by the names that `activated` takes."""
 
-LabelHead = Literal["", "pooler", "dense", "distil", "electra"]
-"""A classifier's way to the first token: BERT's pooler, RoBERTa's own map, DistilBERT's, ELECTRA's; "" for a model
-without one."""
+LabelHead = Literal["", "pooler", "dense", "distil", "electra", "tokens", "spans"]
+"""A classifier's way to the first token: BERT's pooler, RoBERTa's own map, DistilBERT's, ELECTRA's; or to all tokens,
+for labels or for the spans of answers; "" for a model without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(EncoderConfig):
-    """`first_position`: the row of the first token in the table of `position_rows`. `label_head`: how a classifier
-    reads the first token. `embedding_size`: columns of the tables."""
+    """`first_position`: the row of the first token in the table of `position_rows`. `embedding_size`: columns of the
+    tables."""
 
     embedding_size: int
     first_position: int
@@ -77,6 +80,10 @@ class BertModel(Encoder):
         self.layers = inner.under("encoder").layers(
             "layer", config.num_layers, lambda index, maker: BertLayer(config, index, maker)
         )
+        if config.label_head in ("tokens", "spans"):
+            name = "classifier" if config.label_head == "tokens" else "qa_outputs"
+            self.classifier = (Dense.of(maker.under(name), len(config.labels), hidden),)
+            return
         if config.label_head == "distil":
             dense, last = maker.under("pre_classifier"), maker.under("classifier")
         elif config.label_head == "pooler":
@@ -86,10 +93,9 @@ class BertModel(Encoder):
         else:
             return
         self.classifier = (
-            Dense(dense.table("weight", hidden, hidden), dense.vector("bias", hidden),
-                  _HEAD_ACTIVATIONS.get(config.label_head, "tanh")),
-            Dense(last.table("weight", len(config.labels), hidden), last.vector("bias", len(config.labels))),
-        )  # fmt: skip
+            Dense.of(dense, hidden, hidden, _HEAD_ACTIVATIONS.get(config.label_head, "tanh")),
+            Dense.of(last, len(config.labels), hidden),
+        )
 
     def embed(self, batch: Batch) -> Tensor:
         assert batch.token_types is not None, "a pass of an encoder has them"
@@ -216,12 +222,12 @@ def read_bert(
     first = fields.integer("position_offset", first, least=0)  # of a GGUF file, whose table begins at the first token
     if rows <= first:
         raise fields.error("max_position_embeddings", f"= {rows} must exceed {first}, the row of the first token")
-    labels = read_labels(fields) if label_head else ()
+    labels = SPAN_LABELS if label_head == "spans" else read_labels(fields) if label_head else ()
     return BertConfig(
         **values, max_position_embeddings=rows - first, first_position=first, position_rows=rows,
         embedding_size=fields.integer("embedding_size", values["hidden_size"], most=1 << 20),
         type_vocab_size=fields.integer("type_vocab_size", 2, least=0, most=1 << 10) if has_types else 0,
-        label_head=label_head, labels=labels,
+        label_head=label_head, labels=labels, labels_tokens=label_head in ("tokens", "spans"),
     )  # fmt: skip
 
 
@@ -238,34 +244,46 @@ def _read_distil(fields: Fields, label_head: LabelHead) -> BertConfig:
     return read_bert(fields, label_head, 1e-12, has_types=False)
 
 
-ARCHITECTURES = tuple(
-    Architecture(name, "distilbert", partial(_read_distil, label_head=cast(LabelHead, label_head)), DistilBertModel)
-    for name, label_head in (
-        ("DistilBertModel", ""),
-        ("DistilBertForMaskedLM", ""),
-        ("DistilBertForSequenceClassification", "distil"),
+def architectures(
+    model_type: str, read: Callable[..., BertConfig], model_class: type[BertModel],
+    label_head: LabelHead, *names: str,
+) -> tuple[Architecture, ...]:  # fmt: skip
+    """A family's classes by their names; `label_head`: of the one that labels texts."""
+    heads: dict[str, LabelHead] = {
+        "ForSequenceClassification": label_head, "ForTokenClassification": "tokens", "ForQuestionAnswering": "spans",
+    }  # fmt: skip
+    return tuple(
+        Architecture(name, model_type, partial(read, label_head=head), model_class)
+        for name in names
+        for head in [next((each for ending, each in heads.items() if name.endswith(ending)), "")]
     )
-) + tuple(
-    Architecture(
-        name, model_type, partial(read_bert, label_head=cast(LabelHead, label_head), default_eps=eps), model_class
-    )
-    for name, model_type, label_head, eps, model_class in (
-        ("BertModel", "bert", "", 1e-12, BertModel),
-        ("BertForMaskedLM", "bert", "", 1e-12, BertModel),
-        ("BertForPreTraining", "bert", "", 1e-12, BertModel),
-        ("BertForSequenceClassification", "bert", "pooler", 1e-12, BertModel),
-        ("ElectraModel", "electra", "", 1e-12, ElectraModel),
-        ("ElectraForMaskedLM", "electra", "", 1e-12, ElectraModel),
-        ("ElectraForPreTraining", "electra", "", 1e-12, ElectraModel),
-        ("ElectraForSequenceClassification", "electra", "electra", 1e-12, ElectraModel),
-        ("XLMRobertaModel", "xlm-roberta", "", 1e-5, XlmRobertaModel),
-        ("XLMRobertaForMaskedLM", "xlm-roberta", "", 1e-5, XlmRobertaModel),
-        ("XLMRobertaForSequenceClassification", "xlm-roberta", "dense", 1e-5, XlmRobertaModel),
-        ("RobertaModel", "roberta", "", 1e-5, XlmRobertaModel),
-        ("RobertaForMaskedLM", "roberta", "", 1e-5, XlmRobertaModel),
-        ("RobertaForSequenceClassification", "roberta", "dense", 1e-5, XlmRobertaModel),
-        ("CamembertModel", "camembert", "", 1e-5, XlmRobertaModel),
-        ("CamembertForMaskedLM", "camembert", "", 1e-5, XlmRobertaModel),
-        ("CamembertForSequenceClassification", "camembert", "dense", 1e-5, XlmRobertaModel),
-    )
-)
+
+
+_read_bert, _read_roberta = partial(read_bert, default_eps=1e-12), partial(read_bert, default_eps=1e-5)
+
+ARCHITECTURES = (
+    *architectures(
+        "distilbert", _read_distil, DistilBertModel, "distil", "DistilBertModel", "DistilBertForMaskedLM",
+        "DistilBertForSequenceClassification", "DistilBertForTokenClassification", "DistilBertForQuestionAnswering",
+    ),
+    *architectures(
+        "bert", _read_bert, BertModel, "pooler", "BertModel", "BertForMaskedLM", "BertForPreTraining",
+        "BertForSequenceClassification", "BertForTokenClassification", "BertForQuestionAnswering",
+    ),
+    *architectures(
+        "electra", _read_bert, ElectraModel, "electra", "ElectraModel", "ElectraForMaskedLM", "ElectraForPreTraining",
+        "ElectraForSequenceClassification", "ElectraForTokenClassification", "ElectraForQuestionAnswering",
+    ),
+    *architectures(
+        "xlm-roberta", _read_roberta, XlmRobertaModel, "dense", "XLMRobertaModel", "XLMRobertaForMaskedLM",
+        "XLMRobertaForSequenceClassification", "XLMRobertaForTokenClassification", "XLMRobertaForQuestionAnswering",
+    ),
+    *architectures(
+        "roberta", _read_roberta, XlmRobertaModel, "dense", "RobertaModel", "RobertaForMaskedLM",
+        "RobertaForSequenceClassification", "RobertaForTokenClassification", "RobertaForQuestionAnswering",
+    ),
+    *architectures(
+        "camembert", _read_roberta, XlmRobertaModel, "dense", "CamembertModel", "CamembertForMaskedLM",
+        "CamembertForSequenceClassification", "CamembertForTokenClassification", "CamembertForQuestionAnswering",
+    ),
+)  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from models.base import Architecture
 from models.classifier import read_labels
@@ -22,11 +22,12 @@ from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.encoder import Encoder, EncoderConfig
 from models.families.encoders.bert import read_encoder
-from models.head import Dense, RowNorm
+from models.head import Dense, RowNorm, Stage
 from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
+from runtime.pooling import SPAN_LABELS
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
@@ -58,22 +59,24 @@ class ModernBertModel(Encoder):
         self.final_norm = LayerNorm(config, inner.under("final_norm"), has_bias=bias)
         if not config.labels:
             return
-        head, last = maker.under("head"), maker.under("classifier")
-        norm, count = head.under("norm"), len(config.labels)
         self.classifier = (
-            Dense(
-                head.table("dense.weight", hidden, hidden),
-                head.vector("dense.bias", hidden) if config.head_bias else None, config.head_activation,
-            ),
-            RowNorm(norm.vector("weight", hidden), norm.vector("bias", hidden) if bias else None, config.norm_eps),
-            Dense(last.table("weight", count, hidden), last.vector("bias", count)),
-        )  # fmt: skip
+            *prediction_head(config, maker.under("head")),
+            Dense.of(maker.under("classifier"), len(config.labels), hidden),
+        )
 
     def embed(self, batch: Batch) -> Tensor:
         return self.norm(ops.embedding(batch.token_ids, self.words))
 
     def finish(self, x: Tensor) -> Tensor:
         return self.final_norm(x)
+
+
+def prediction_head(config: ModernBertConfig, maker: Maker) -> tuple[Stage, Stage]:
+    """The stages between hidden states and a classifier's, or an output head's, last map."""
+    hidden, norm = config.hidden_size, maker.under("norm")
+    bias = norm.vector("bias", hidden) if config.has_bias[2] else None
+    dense = Dense.of(maker.under("dense"), hidden, hidden, config.head_activation, has_bias=config.head_bias)
+    return dense, RowNorm(norm.vector("weight", hidden), bias, config.norm_eps)
 
 
 class ModernBertLayer:
@@ -109,7 +112,11 @@ class ModernBertLayer:
         return self.down(ops.glu(self.up(self.mlp_norm(x), batch), self.gate), batch, residual=x)
 
 
-def read_modernbert(fields: Fields, *, has_labels: bool) -> ModernBertConfig:
+LabelHead = Literal["", "text", "tokens", "spans"]
+"""A classifier's labels are a text's, each token's, or answers' starts and ends; "" for none."""
+
+
+def read_modernbert(fields: Fields, label_head: LabelHead) -> ModernBertConfig:
     values: dict[str, Any] = read_encoder(
         fields, eps_name="norm_eps", default_eps=1e-5, activation_name="hidden_activation"
     )
@@ -142,7 +149,8 @@ def read_modernbert(fields: Fields, *, has_labels: bool) -> ModernBertConfig:
         layer_ropes=tuple(full if kind == "full_attention" else sliding for kind in kinds),
         has_bias=(bias[0], bias[1], bias[2]),
         pooling=read_choice(fields, "classifier_pooling", "cls", {"cls": "cls", "mean": "mean"}),  # type: ignore[arg-type]
-        labels=read_labels(fields) if has_labels else (),
+        labels=SPAN_LABELS if label_head == "spans" else read_labels(fields) if label_head else (),
+        labels_tokens=label_head in ("tokens", "spans"),
         head_bias=fields.boolean("classifier_bias", False),
         head_activation=read_choice(fields, "classifier_activation", "gelu", _HEAD_ACTIVATIONS),
     )
@@ -159,8 +167,9 @@ _HEAD_ACTIVATIONS = {
 """Names of config.json by those of `models.head.ACTIVATIONS`."""
 
 ARCHITECTURES = tuple(
-    Architecture(name, "modernbert", partial(read_modernbert, has_labels=has_labels), ModernBertModel)
-    for name, has_labels in (
-        ("ModernBertModel", False), ("ModernBertForMaskedLM", False), ("ModernBertForSequenceClassification", True),
+    Architecture(name, "modernbert", partial(read_modernbert, label_head=cast(LabelHead, head)), ModernBertModel)
+    for name, head in (
+        ("ModernBertModel", ""), ("ModernBertForMaskedLM", ""), ("ModernBertForSequenceClassification", "text"),
+        ("ModernBertForTokenClassification", "tokens"), ("ModernBertForQuestionAnswering", "spans"),
     )
 )  # fmt: skip

@@ -9,17 +9,15 @@ Half of the buckets are for later keys; in each half the first are single distan
 from __future__ import annotations
 
 import math
-from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.base import Architecture
 from models.configuration.json_fields import Fields
 from models.errors import ModelLoadError
-from models.families.encoders.bert import BertConfig, BertModel, LabelHead, read_bert
+from models.families.encoders.bert import BertConfig, BertModel, LabelHead, architectures, read_bert
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
@@ -68,11 +66,7 @@ def _read(fields: Fields, label_head: LabelHead) -> BertConfig:
     return read_bert(fields, label_head, 1e-12, has_types=False, first_position=2)
 
 
-ARCHITECTURES = tuple(
-    Architecture(name, "mpnet", partial(_read, label_head=cast(LabelHead, label_head)), MPNetModel)
-    for name, label_head in (
-        ("MPNetModel", ""),
-        ("MPNetForMaskedLM", ""),
-        ("MPNetForSequenceClassification", "dense"),
-    )
-)
+ARCHITECTURES = architectures(
+    "mpnet", _read, MPNetModel, "dense", "MPNetModel", "MPNetForMaskedLM", "MPNetForSequenceClassification",
+    "MPNetForTokenClassification", "MPNetForQuestionAnswering",
+)  # fmt: skip

@@ -3,21 +3,25 @@
     x = norm(word[ids] + type[types])
     for each layer:   x = norm(x + attention(x));   x = norm(x + down(silu(gate(x)) * up(x)))
 
-Files have GPT-2's names in their config and one map for queries, keys and values; transformers 5 has names of its own.
+Files have GPT-2's names in their config and one map for queries, keys and values; transformers 5 has names of its own,
+and classifiers as BERT has them.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from models.base import Architecture
+from models.classifier import read_labels
 from models.configuration.config import read_dtype, read_token_ids, read_vocab_size
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.encoder import Encoder, EncoderConfig
+from models.head import Dense
 from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
 from runtime import ops
@@ -41,7 +45,7 @@ class NomicBertModel(Encoder):
             for before in ("", "bert.", "nomic_bert.")
             for old, new in (
                 ("encoder.layers.", "layers."), ("layers.", "layers."), ("emb_ln.", "embeddings.LayerNorm."),
-                ("embeddings.", "embeddings."),
+                ("embeddings.", "embeddings."), ("pooler.", "pooler."),
             )
         },
         ".attn.Wqkv.": ".self_attn.Wqkv.", ".attn.out_proj.": ".self_attn.o_proj.", ".mlp.fc11.": ".mlp.up_proj.",
@@ -59,6 +63,11 @@ class NomicBertModel(Encoder):
         self.layers = inner.layers(
             "layers", config.num_layers, lambda index, maker: NomicBertLayer(config, index, maker, rope)
         )
+        if not config.labels:
+            return
+        last = Dense.of(maker.under("classifier"), len(config.labels), hidden)
+        pooler = () if config.labels_tokens else (Dense.of(inner.under("pooler.dense"), hidden, hidden, "tanh"),)
+        self.classifier = (*pooler, last)
 
     def embed(self, batch: Batch) -> Tensor:
         assert batch.token_types is not None, "a pass of an encoder has them"
@@ -112,7 +121,9 @@ _NOTES = (
 )  # fmt: skip
 
 
-def read_nomic_bert(fields: Fields) -> NomicBertConfig:
+def read_nomic_bert(
+    fields: Fields, *, labels_texts: bool = False, labels_tokens: bool = False
+) -> NomicBertConfig:  # fmt: skip
     def name(own: str) -> str:
         if fields.has(own) and fields.has(_OLDER[own]) and own != "hidden_act":  # a file saved by both codes
             fields.expect(_OLDER[own], fields.raw(own))
@@ -139,11 +150,20 @@ def read_nomic_bert(fields: Fields) -> NomicBertConfig:
         norm_eps=fields.number(name("layer_norm_eps"), 1e-12, least=0.0, most=1.0), activation="silu",
         tie_word_embeddings=True, layer_windows=(None,) * num_layers, attention_scales=(head_dim**-0.5,) * num_layers,
         dtype=read_dtype(fields), **read_token_ids(fields),
-        type_vocab_size=fields.integer("type_vocab_size", 2, most=1 << 10), rope=rope, pooling="mean",
+        type_vocab_size=fields.integer("type_vocab_size", 2, most=1 << 10), rope=rope,
+        pooling="cls" if labels_texts else "mean", labels_tokens=labels_tokens,
+        labels=read_labels(fields) if labels_texts or labels_tokens else (),
     )  # fmt: skip
 
 
 ARCHITECTURES = tuple(
     Architecture(name, "nomic_bert", read_nomic_bert, NomicBertModel)
     for name in ("NomicBertModel", "NomicBertForMaskedLM")
+) + (
+    Architecture(
+        "NomicBertForSequenceClassification", "nomic_bert", partial(read_nomic_bert, labels_texts=True), NomicBertModel
+    ),
+    Architecture(
+        "NomicBertForTokenClassification", "nomic_bert", partial(read_nomic_bert, labels_tokens=True), NomicBertModel
+    ),
 )

@@ -31,7 +31,7 @@ from runtime.engine.steps.assemble import chunk_spans
 from runtime.engine.steps.executor import Executor, ExecutorLostError, SidePass
 from runtime.engine.steps.step_input import PassPictures
 from runtime.errors import XservError
-from runtime.pooling import POOLINGS, PoolingInfo, PoolingTask, poolings_of
+from runtime.pooling import POOLING_TASKS, POOLINGS, PoolingInfo, PoolingTask, poolings_of
 from runtime.tensor.tensor import Tensor
 
 logger = logging.getLogger("xserv.engine")
@@ -50,14 +50,13 @@ class Embedding:
     """A prompt to embed.
 
     token_ids     [num_tokens] int32
-    future        of the embedding ``[size]`` float32, or of the labels' scores; once it is cancelled, no further pass
-                  is run for it
-    task          "embed" or "classify"
+    future        of the embedding ``[size]`` float32, or of the labels' scores, or of those of each token
+                  ``[num_tokens, size]``; once it is cancelled, no further pass is run for it
     second_from   the first token of the second of two texts; None for one
     num_unpooled  how many of the first tokens are not pooled
-    pooling       a pooling, or several ("cls+mean")
+    pooling       a pooling, or several ("cls+mean"), or "all": of a task for each token
     num_computed  tokens whose keys and values are in the pages
-    totals        what each pooling has of their hidden states, ``[hidden_size]`` float64
+    totals        what each pooling has of their hidden states, ``[hidden_size]`` float64, or all of them, float32
     pictures      of the prompt, or None
     cache_salt    encoded images are shared within it
     """
@@ -69,7 +68,7 @@ class Embedding:
     second_from: int | None = None
     num_unpooled: int = 0
     num_computed: int = 0
-    totals: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    totals: dict[str, NDArray[Any]] = field(default_factory=dict)
     pictures: Pictures | None = None
     cache_salt: str | None = None
 
@@ -85,6 +84,10 @@ class Embedding:
         the pooling reads."""
         first, rows = self.num_computed, hidden
         self.num_computed = first + count
+        if self.pooling == "all":
+            before = self.totals.get("all")
+            self.totals["all"] = rows.copy() if before is None else np.concatenate([before, rows])
+            return
         if (left_out := self.num_unpooled - first) > 0:
             first, rows = self.num_unpooled, rows[left_out:]
             if not len(rows):
@@ -110,7 +113,7 @@ class Embedding:
 
     @property
     def pooled(self) -> NDArray[np.float32]:
-        """The pooled row, once all tokens are computed."""
+        """The pooled row, or the rows of all tokens, once they are computed."""
         last, left_out = len(self.token_ids), self.num_unpooled
         count, weights = last - left_out, (last * (last + 1) - left_out * (left_out + 1)) / 2
         divisor = {"mean": count, "weighted_mean": weights, "mean_sqrt_len": count**0.5}
@@ -160,17 +163,18 @@ class Embedder:
         """A checked prompt of 1 … ``max_model_len`` tokens; ``pooling`` None means the model's own. Raises
         ``RequestError``."""
         own = self._pooling
-        if task == "classify":
-            if not own.labels:
-                raise RequestError("the model has no head that classifies", param="task")
-            if pooling not in (None, own.head_pooling):
-                raise RequestError(
-                    f"pooling is {pooling!r}, but the model's classifier reads {own.head_pooling!r}", param="pooling"
-                )
-            pooling = own.head_pooling
-        pooling = own.pooling if pooling is None else pooling
-        for each in poolings_of(pooling):
-            check_one_of("pooling", each, POOLINGS)
+        check_one_of("task", task, POOLING_TASKS)
+        if why_not := own.why_not(task):
+            raise RequestError(f"task is {task!r}, but the model has no head for it: {why_not}", param="task")
+        if task != "embed":
+            reads = own.head_pooling if task == "classify" else "all"
+            if pooling not in (None, reads):
+                raise RequestError(f"pooling is {pooling!r}, but the task {task!r} reads {reads!r}", param="pooling")
+            pooling = reads
+        else:
+            pooling = own.pooling if pooling is None else pooling
+            for each in poolings_of(pooling):
+                check_one_of("pooling", each, POOLINGS)
         ids = prompt_of("token_ids", token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
         if num_unpooled >= len(ids):
             raise RequestError(

@@ -315,7 +315,7 @@ class Executor(Protocol):
         ...
 
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The result of the task for a pooled row ``[hidden_size]``, by the model's head."""
+        """The result of the task for a pooled row ``[hidden_size]``, or for each of several, by the model's head."""
         ...
 
     def pooling_pass(self, lengths: Sequence[int]) -> SidePass:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,33 @@ def test_labels_are_no_scores_and_no_text(labelling: Real, path: str, body: dict
     assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
     assert "cannot rank" in message or "generates no text" in message or "chat template" in message
+
+
+def test_labels_of_tokens(tmp_path: Path) -> None:
+    """`token_classify` is the usual task of a model that labels tokens, which has no labels of texts."""
+    with serving_real(write_encoder(tmp_path, "bert_tokens")) as server:
+        (data,) = server.http.post("/pooling", json={"input": [IDS], "use_activation": False}).json()["data"]
+        np.testing.assert_allclose(data["data"], expected("bert_tokens"), rtol=1e-4, atol=1e-5)
+        (data,) = server.http.post("/pooling", json={"input": [IDS], "task": "token_embed"}).json()["data"]
+        assert np.array(data["data"]).shape == (len(IDS), 48)
+        body = {"input": [IDS], "task": "token_embed", "encoding_format": "base64"}
+        (encoded,) = server.http.post("/pooling", json=body).json()["data"]
+        rows = np.frombuffer(base64.b64decode(encoded["data"]), "<f4").reshape(len(IDS), 48)
+        np.testing.assert_array_equal(rows, np.array(data["data"], np.float32))
+        for path, wanted in (("/classify", "model"), ("/pooling", "task")):
+            more = {"task": "classify"} if path == "/pooling" else {}
+            refused = server.http.post(path, json={"input": [IDS], **more})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == wanted
+            assert "it labels tokens (task token_classify), not texts" in refused.json()["error"]["message"]
+
+
+def test_spans_of_answers(tmp_path: Path) -> None:
+    with serving_real(write_encoder(tmp_path, "bert_spans")) as server:
+        body = {"text_1": QUERY, "text_2": TEXTS[:2]}
+        for number, each in enumerate(server.http.post("/pooling", json=body).json()["data"]):
+            np.testing.assert_allclose(each["data"], expected(f"spans {number}"), rtol=1e-4, atol=1e-5)
+        refused = server.http.post("/pooling", json={**body, "input": "x"})
+        assert refused.json()["error"]["param"] == "input"
+        refused = server.http.post("/pooling", json={"text_1": "x"})
+        assert refused.json()["error"]["param"] == "text_2"

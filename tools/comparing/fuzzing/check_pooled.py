@@ -18,6 +18,7 @@ from runtime.device.device import Device
 from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.pooling_pass import PagedSidePass
 from runtime.linear.options import LoadSettings
+from runtime.pooling import activated
 from tools.comparing.fuzzing.draw import Fields
 from tools.comparing.fuzzing.errors import Array, relative_error
 
@@ -89,6 +90,8 @@ def _result(model: Model, rows: Array) -> Array:
     """The rows, or the labels' scores of a model with a head."""
     if model.classifier is None and not model.score_token_ids:
         return rows
+    if model.config.labels_tokens:
+        return np.array(model.head("token_classify", rows))
     return np.array(model.head("classify", _pooled(rows, getattr(model.config, "pooling", "last"))))
 
 
@@ -99,7 +102,12 @@ def _engine_failures(
     places = [at for at, given in enumerate(case["types"]) if given is None]
     prompts: Any = [{"prompt_token_ids": case["prompts"][at]} for at in places]
     with LLM(folder, skip_tokenizer_init=True, compile_ahead=False, max_model_len=case["max_model_len"], **run) as llm:
-        if model.classifier is not None:
+        if model.config.labels_tokens:
+            of_tokens: list[Any] = llm.encode(prompts, pooling_task="token_classify", use_tqdm=False)
+            activation = llm.client.info.pooling.activation
+            scores = [activated(_result(model, alone[at]), activation) for at in places]
+            ways = [("labels of tokens", [each.outputs.data for each in of_tokens], scores)]
+        elif model.classifier is not None:
             found = [each.outputs.probs for each in llm.classify(prompts, use_activation=False, use_tqdm=False)]
             ways = [("labels", found, [_result(model, alone[at]) for at in places])]
         else:

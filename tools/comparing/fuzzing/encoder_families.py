@@ -147,25 +147,21 @@ def seeing_both_ways(drawn: Callable[[Draw], Fields]) -> Callable[[Draw], Fields
 
 _Family = tuple[str, str, Callable[[Draw], Fields]]
 
+_KINDS = (
+    ("bert", "Bert", _bert), ("roberta", "Roberta", _roberta), ("xlm_roberta", "XLMRoberta", _roberta),
+    ("camembert", "Camembert", _roberta), ("distilbert", "DistilBert", _distilbert),
+    ("modernbert", "ModernBert", _modernbert), ("nomic_bert", "NomicBert", _nomic_bert),
+    ("electra", "Electra", _electra), ("mpnet", "MPNet", _mpnet),
+)  # fmt: skip
 ENCODERS: dict[str, _Family] = {
-    "bert": ("BertConfig", "BertModel", _bert),
-    "bert_labels": ("BertConfig", "BertForSequenceClassification", with_labels(_bert)),
-    "roberta": ("RobertaConfig", "RobertaModel", _roberta),
-    "roberta_labels": ("RobertaConfig", "RobertaForSequenceClassification", with_labels(_roberta)),
-    "xlm_roberta": ("XLMRobertaConfig", "XLMRobertaModel", _roberta),
-    "xlm_roberta_labels": ("XLMRobertaConfig", "XLMRobertaForSequenceClassification", with_labels(_roberta)),
-    "camembert": ("CamembertConfig", "CamembertModel", _roberta),
-    "camembert_labels": ("CamembertConfig", "CamembertForSequenceClassification", with_labels(_roberta)),
-    "distilbert": ("DistilBertConfig", "DistilBertModel", _distilbert),
-    "distilbert_labels": ("DistilBertConfig", "DistilBertForSequenceClassification", with_labels(_distilbert)),
-    "modernbert": ("ModernBertConfig", "ModernBertModel", _modernbert),
-    "modernbert_labels": ("ModernBertConfig", "ModernBertForSequenceClassification", with_labels(_modernbert)),
-    "nomic_bert": ("NomicBertConfig", "NomicBertModel", _nomic_bert),
-    "electra": ("ElectraConfig", "ElectraModel", _electra),
-    "electra_labels": ("ElectraConfig", "ElectraForSequenceClassification", with_labels(_electra)),
-    "mpnet": ("MPNetConfig", "MPNetModel", _mpnet),
-    "mpnet_labels": ("MPNetConfig", "MPNetForSequenceClassification", with_labels(_mpnet)),
-}
+    f"{name}{suffix}": (f"{kind}Config", f"{kind}{ending}", with_labels(drawn) if has_labels else drawn)
+    for name, kind, drawn in _KINDS
+    for suffix, ending, has_labels in (
+        ("", "Model", False), ("_labels", "ForSequenceClassification", True),
+        ("_tokens", "ForTokenClassification", True), ("_spans", "ForQuestionAnswering", False),
+    )
+    if (kind, suffix) != ("NomicBert", "_spans")
+}  # fmt: skip
 
 _CLASSIFYING = (
     "gpt2", "llama", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3", "gemma2", "ministral3", "glm",
@@ -185,6 +181,9 @@ def pooled_families(generating: dict[str, _Family]) -> dict[str, _Family]:
         config, model, drawn = generating[name]
         kind = model.replace("ForCausalLM", "").replace("LMHeadModel", "") + "ForSequenceClassification"
         found[f"{name}_labels"] = config, kind, with_labels(reaching(drawn))
+    for name, kind in (("llama", "Llama"), ("qwen3", "Qwen3"), ("gpt2", "GPT2"), ("gpt_neox", "GPTNeoX")):
+        config, _, drawn = generating[name]
+        found[f"{name}_tokens"] = config, f"{kind}ForTokenClassification", with_labels(reaching(drawn))
     config, _, drawn = generating["gemma3"]
     found["gemma3_labels"] = config, "Gemma3TextForSequenceClassification", with_labels(reaching(drawn))
     found["embedding_gemma"] = config, "Gemma3TextModel", seeing_both_ways(drawn)

@@ -140,10 +140,13 @@ def _condition(model: Any, texts: list[list[int]]) -> float:
 
 
 def _output(model: Any, ids: list[int], types: list[int] | None) -> np.ndarray:
-    """The labels' scores of a classifier, the logits of a generator's last token, else the hidden states."""
+    """The labels' scores of a classifier, or of each token, the logits of a generator's last token, else the hidden
+    states."""
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
     with torch.inference_mode():
         result = model(input_ids=torch.tensor([ids]), **given)
+    if hasattr(result, "start_logits"):
+        return torch.stack([result.start_logits[0], result.end_logits[0]], dim=-1).float().numpy()
     rows = (result.last_hidden_state if hasattr(result, "last_hidden_state") else result.logits)[0].float().numpy()
     return rows[-1] if type(model).__name__.endswith("ForCausalLM") else rows
 
