@@ -51,6 +51,7 @@ from runtime.engine.transfer.transport import Transport
 from runtime.engine.weights.commands import Command, GivenArrays, TellState, WeightSource
 from runtime.engine.weights.engine_weights import EngineWeights
 from runtime.engine.weights.pauses import Pauses
+from runtime.kv.layer_copies import LayerCopies
 from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import PageStore
 from runtime.linear.low_rank import LowRankMaps
@@ -149,12 +150,20 @@ class Engine:
             self.pictures.changes_tower = adapters.changes_tower
 
     def hand_over(
-        self, stored: StoredPrefixes, transports: dict[str, Transport], arrivals: Arrivals, *, has_fleet: bool
+        self,
+        stored: StoredPrefixes,
+        transports: dict[str, Transport],
+        arrivals: Arrivals,
+        copies: LayerCopies | None,
+        *,
+        has_fleet: bool,
     ) -> None:
         """Hand requests over to other engines, and take theirs. To be called before the first request."""
         self.scheduler.stored = stored
-        self.hand_overs = HandOvers(self.pool, stored, transports, arrivals, has_fleet=has_fleet)
+        self.hand_overs = HandOvers(self.pool, stored, transports, arrivals, copies, has_fleet=has_fleet)
         self.scheduler.reserved, self.scheduler.on_pages = self.hand_overs.reserved, self.hand_overs.note
+        self.hand_overs.states_after = self.scheduler.states_after
+        self.steps.on_start, self.steps.on_ran = self.hand_overs.look_ahead, self.hand_overs.step_ran
         self.opened.on_request_begin = self.hand_overs.begin
         self.opened.on_request_end.append(self.hand_overs.end)
 

@@ -69,6 +69,7 @@ class OpenSteps:
     open        those that were started and are not finished, in order
     timeline    a record of each of the latest steps
     speculator  proposes draft tokens for decodes, or None
+    on_start    called with each step before it starts, ``on_ran`` once it has run, or failed
     pictures    its budget observes the times of decode steps; None if the model reads none
     """
 
@@ -86,6 +87,8 @@ class OpenSteps:
         self.counters = StepCounters()
         self.speculator: Speculator | None = None
         self.pictures = pictures
+        self.on_start: Callable[[Step], None] | None = None
+        self.on_ran: Callable[[], None] | None = None
         self._scheduler = scheduler
         self._requests = requests
         self._executor = executor
@@ -210,6 +213,8 @@ class OpenSteps:
             drafts = {chunk.sequence: chunk.draft_ids for chunk in step.chunks if chunk.draft_ids}
         masks = self._masks.start(assembled.sampling_sequences, made.num_samples, drafts)
         proposed = self.speculator.distributions(drafts) if self.speculator is not None and drafts else {}
+        if self.on_start is not None:
+            self.on_start(step)
         if proposed:
             computation = self._executor.start(
                 made, masks, [proposed.get(sequence) for sequence in assembled.sampling_sequences]
@@ -248,6 +253,8 @@ class OpenSteps:
                 record.has_failed = True
         ended = time.monotonic()
         record.run_s = ended - opened.started_s
+        if self.on_ran is not None:
+            self.on_ran()
         if record.has_failed:
             self._scheduler.abandon(step)
             for chunk in step.chunks:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -252,6 +253,7 @@ class KVCache:
         self.arrivals: dict[int, Event] = {}
         self.storages: list[tuple[Tensor, ...]] = []
         self._places = {layer: spec.place_of(layer) for layer in spec.layers_with_pages}
+        self._passed: Callable[[int], None] | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -283,7 +285,19 @@ class KVCache:
         _, storage, planes = self._places[index]
         if self.arrivals:
             self._wait(storage)
+        if self._passed is not None:
+            self._passed(index)
         return self.storages[storage][planes]
+
+    @contextmanager
+    def followed_by(self, passed: Callable[[int], None] | None) -> Iterator[None]:
+        """Until the block ends, ``passed`` is called with each layer whose pages are asked for: the work of the layers
+        before it is launched, or recorded, by then."""
+        self._passed = passed
+        try:
+            yield
+        finally:
+            self._passed = None
 
     def wait_for_arrivals(self) -> None:
         """As `layer` for all layers: later work on the device's current stream, such as a graph's replay, waits for all

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.device.context import Event, Stream
 from runtime.device.gpu import Gpu
+from runtime.device.pinned import PinnedBlock
 from runtime.kv.cache import KVCache
 from runtime.kv.page_store import Fill
 from runtime.tensor.tensor import Tensor
@@ -16,6 +20,31 @@ from runtime.tensor.tensor import Tensor
 _SYSTEM_PAGE = 4096
 _POPULATE_WRITE = 23
 """madvise's advice, of Linux 5.14: allocate the memory as if it were written, and leave what is there."""
+
+
+_MOST_QUEUED = 4
+"""Planes that a GPU copies into pinned memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedCopy:
+    """Planes of these shapes that a GPU copies into pinned memory."""
+
+    pinned: PinnedBlock
+    event: Event
+    shapes: list[tuple[int, int]]
+
+    def take(self) -> list[NDArray[np.uint8]]:
+        """Waits for the copy, and frees the pinned memory. Raises LaunchError if earlier work has failed."""
+        self.event.synchronize()
+        sizes = [rows * width for rows, width in self.shapes]
+        ends = np.cumsum(sizes).tolist()
+        found = [
+            self.pinned.array[end - size : end].reshape(shape).copy()
+            for end, size, shape in zip(ends, sizes, self.shapes)
+        ]
+        self.pinned.release()
+        return found
 
 
 class PageBytes:
@@ -67,20 +96,41 @@ class PageBytes:
                 if end > first:
                     madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _POPULATE_WRITE)
 
-    def copy_out(self, pool: int, block_ids: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """By plane: ``[num_blocks, page_bytes]``."""
-        first = self._firsts[pool]
+    def copy_out(
+        self, pool: int, block_ids: Sequence[int], first: int = 0, end: int | None = None
+    ) -> list[NDArray[np.uint8]]:
+        """By plane, of those from ``first`` to ``end``: ``[num_blocks, page_bytes]``."""
+        planes = self._planes(pool)[first:end]
+        if self._gpu is None:
+            rows = np.array(block_ids, np.intp) - self._firsts[pool]
+            return [tensor.array.reshape(tensor.shape[0], -1).view(np.uint8)[rows] for tensor, _ in planes]
         found: list[NDArray[np.uint8]] = []
-        for tensor, size in self._planes(pool):
-            if self._gpu is None:
-                pages = tensor.array.reshape(tensor.shape[0], -1).view(np.uint8)
-                found.append(pages[np.array(block_ids, np.intp) - first])
-            else:
-                copied = np.empty((len(block_ids), size), np.uint8)
-                for row, block_id in enumerate(block_ids):
-                    self._gpu.read(tensor.address + (block_id - first) * size, copied[row])
-                found.append(copied)
+        under_way: deque[QueuedCopy] = deque()
+        for plane in range(first, first + len(planes)):
+            under_way.append(self.queue_copy(pool, block_ids, plane, plane + 1, self._gpu.stream))
+            if len(under_way) > _MOST_QUEUED:
+                found += under_way.popleft().take()
+        for each in under_way:
+            found += each.take()
         return found
+
+    def queue_copy(self, pool: int, block_ids: Sequence[int], first: int, end: int, stream: Stream) -> QueuedCopy:
+        """The same on a GPU, after the stream's earlier work; returns at once."""
+        assert self._gpu is not None, "a CPU copies at once"
+        planes, firsts = self._planes(pool)[first:end], self._firsts[pool]
+        pinned = self._gpu.pinned.allocate(sum(size for _, size in planes) * len(block_ids))
+        targets: list[int] = []
+        sources: list[int] = []
+        sizes: list[int] = []
+        at = pinned.address
+        for tensor, size in planes:
+            for block_id in block_ids:
+                targets.append(at)
+                sources.append(tensor.address + (block_id - firsts) * size)
+                sizes.append(size)
+                at += size
+        self._gpu.copy_batch(targets, sources, sizes, stream=stream)
+        return QueuedCopy(pinned, stream.record(), [(len(block_ids), size) for _, size in planes])
 
     def fill(self, pool: int, block_id: int, num_blocks: int, read: Fill) -> None:
         """Writes blocks from ``block_id`` on, plane by plane."""

@@ -72,6 +72,12 @@ def hold(*arrays: np.ndarray) -> None:
             _thread.recording.hold(array)
 
 
+def mark(number: int) -> None:
+    """See `Recording.mark`. Without a recording nothing happens."""
+    if _thread.recording is not None:
+        _thread.recording.mark(number)
+
+
 @contextlib.contextmanager
 def record(arena: Arena) -> Iterator[Recording]:
     """Records this thread's kernels instead of running them. Raises NotRecordableError for work that has no replay."""
@@ -99,6 +105,7 @@ class Recording:
         self._blocks = np.empty(0, np.uint8)
         self._program = np.empty((0, pool.PROGRAM_COLUMNS), np.int64)
         self._num_helpers = 0
+        self._marks: list[tuple[int, int]] = []  # a number, and the launches before it
 
     def __len__(self) -> int:
         """Launches."""
@@ -115,8 +122,13 @@ class Recording:
         """The next launch. ``arguments`` begin with the status, 0."""
         self._launches.append((function, arguments, num_work_items, num_workers, explain))
 
+    def mark(self, number: int) -> None:
+        """A replay can tell when the launches so far have run."""
+        self._marks.append((number, len(self._launches)))
+
     def keep(self, function: int) -> None:
-        """Drops all launches so far but those of one kernel, by its address."""
+        """Drops all marks, and all launches so far but those of one kernel, by its address."""
+        self._marks.clear()
         self._launches = [each for each in self._launches if each[0] == function]
 
     def lives_on(self, owner: _Numbered, address: int, size_bytes: int, what: str) -> None:
@@ -154,11 +166,22 @@ class Recording:
         self._num_helpers = int(self._program[:, 3].max(initial=0))
         self._launches = [(0, b"", 0, 0, explain) for *_, explain in self._launches]
 
-    def replay(self) -> None:
-        """Runs all launches. Raises the error of the first launch with a nonzero status; later ones do not run."""
+    def replay(self, passed: Callable[[int], None] | None = None) -> None:
+        """Runs all launches, and calls ``passed`` with the number of each mark. Raises the error of the first launch
+        with a nonzero status; later ones do not run."""
+        begin = 0
+        if passed is not None:
+            for number, end in self._marks:
+                if end > begin:
+                    self._run(begin, end)
+                begin = end
+                passed(number)
+        self._run(begin, len(self._program))
+
+    def _run(self, begin: int, end: int) -> None:
         with pool.lock:
-            failed, status = pool.run_program(self._program, self._num_helpers)
+            failed, status = pool.run_program(self._program[begin:end], self._num_helpers)
         if failed >= 0:
-            explain = self._launches[failed][-1]
+            explain = self._launches[begin + failed][-1]
             assert explain is not None, f"launch {failed} has set status {status}"
             raise explain(status)

@@ -215,10 +215,15 @@ class Scheduler:
             pool.record(chain, tables, sequence.first_pages, end, sequence, is_spare=is_spare)
         if self.on_pages is not None and sequence.request.lease:
             has_states = keeps_state and not is_spare
-            states = self._chunked.tables_after(sequence, end) if has_states else None
-            self.on_pages(sequence, states)
+            self.on_pages(sequence, self.states_after(sequence, end) if has_states else None)
         if end >= sequence.gives_up_at:
             self._chunked.give_up(sequence)
+
+    def states_after(self, sequence: Sequence, end: int) -> list[list[int]] | None:
+        """A sequence's blocks, of states the one after these tokens, if a planned or committed step ends there and it
+        is kept; else None."""
+        is_kept = self.pool.states and end in sequence.checkpoints
+        return self._chunked.tables_after(sequence, end) if is_kept else None
 
     def abandon(self, step: Step) -> None:
         """The step has failed: its results do not count. The engine finishes its sequences."""

@@ -54,7 +54,9 @@ class BlockBytes(Protocol):
     page_bytes: list[list[int]]
     is_ordered: bool
 
-    def copy_out(self, pool: int, block_ids: Sequence[int]) -> list[NDArray[np.uint8]]: ...
+    def copy_out(
+        self, pool: int, block_ids: Sequence[int], first: int = 0, end: int | None = None
+    ) -> list[NDArray[np.uint8]]: ...
 
     def fill(self, pool: int, block_id: int, num_blocks: int, read: Fill) -> None: ...
 

@@ -11,7 +11,7 @@ A step may start while the previous one runs, if a graph runs that, too: it read
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -215,13 +215,19 @@ class DecodeGraphs:
         self._wanted = None if self.recordings.has_given_up else key
 
     def run_forward(
-        self, layout: StepLayout, forward: Forward, samples: SamplingArrays | None = None, *, may_record: bool
+        self,
+        layout: StepLayout,
+        forward: Forward,
+        samples: SamplingArrays | None = None,
+        *,
+        may_record: bool,
+        passed: Callable[[int], None] | None = None,
     ) -> Computed | None:
         """See `ForwardRecordings.run`. None means that it has to run eagerly, without a recording."""
         if self.recordings.cannot_record:
             return None
         try:
-            return self.forwards.run(layout, forward, samples, may_record=may_record)
+            return self.forwards.run(layout, forward, samples, may_record=may_record, passed=passed)
         except CaptureError as error:
             self.recordings.cannot_record = True
             self.recordings.give_up(_CANNOT, error)

@@ -107,11 +107,18 @@ class ForwardRecordings:
         return inputs + self._recorder.size_bytes
 
     def run(
-        self, layout: StepLayout, forward: Forward, samples: SamplingArrays | None = None, *, may_record: bool
+        self,
+        layout: StepLayout,
+        forward: Forward,
+        samples: SamplingArrays | None = None,
+        *,
+        may_record: bool,
+        passed: Callable[[int], None] | None = None,
     ) -> Computed:
         """The result of ``forward``, always the same function, for the batch, and samples from its logits by
         ``samples``, which have no mask, if it is replayed and has room for them. It may still be running, and is
-        valid until the next run. With ``may_record`` it may be recorded on the way.
+        valid until the next run. With ``may_record`` it may be recorded on the way. ``passed`` is called with each
+        layer that begins (`KVCache.followed_by`), but on a GPU not for a recording.
 
         Raises CaptureError, before any work, if the device can record nothing of the model; LaunchError if it is lost;
         and what ``forward`` raises.
@@ -128,8 +135,9 @@ class ForwardRecordings:
             self._latest_few = shape, layout, forward, samples
         if found is None:
             batch = layout.batch(self._recorder.device, exact=self._limits.exact)
-            return self._run_timed(shape, batch, forward) if may_record else forward(batch)
-        found.recording.replay()
+            with self._kv_cache.followed_by(passed):
+                return self._run_timed(shape, batch, forward) if may_record else forward(batch)
+        self._recorder.replay(found.recording, passed)
         self.num_steps += 1
         left = cast(Computed, found.recording.result)
         if left.logits is None or left.logits.shape[0] == layout.num_logits:
@@ -227,7 +235,8 @@ class ForwardRecordings:
 
         def work() -> Computed:
             inputs.batch.computed.clear()
-            computed, sampled = forward(inputs.batch), None
+            with self._kv_cache.followed_by(recorder.mark):
+                computed, sampled = forward(inputs.batch), None
             if shape.samples is not None and computed.logits is not None:
                 sampled = results
                 if sampled is None:

@@ -48,6 +48,7 @@ from runtime.engine.steps.sampling_results import SamplingResults
 from runtime.engine.steps.step_input import Sampled, StepInput
 from runtime.engine.weights.commands import WeightSource
 from runtime.kv.cache import HostPages, KVCache
+from runtime.kv.layer_copies import LayerCopies
 from runtime.kv.transfer import KVTransfer
 from runtime.linear.adapter_pairs import Change
 from runtime.linear.low_rank import LowRankMaps
@@ -119,6 +120,7 @@ class LocalExecutor:
         self._loader = loader
         self._read: Model | None = None  # weights that were loaded and are not used yet
         self.pictures: PictureStore | None = None
+        self.layer_copies: LayerCopies | None = None
         self._use(model)
 
     def _use(self, model: Model, *, keeps_images: bool = False) -> None:
@@ -471,15 +473,18 @@ class LocalExecutor:
 
     def _forward(self, layout: StepLayout, step: StepInput, samples: SamplingArrays | None) -> Computed:
         """The model's result for the step; on a GPU it may still be running."""
+        passed = None if self.layer_copies is None else self.layer_copies.follower
         if self.graphs is not None and step.mode != "eager" and not step.has_pictures:
-            found = self.graphs.run_forward(layout, self._run_model, samples, may_record=step.mode == "record")
+            may_record = step.mode == "record"
+            found = self.graphs.run_forward(layout, self._run_model, samples, may_record=may_record, passed=passed)
             if found is not None:
                 return found
         batch = layout.batch(self.model.device, exact=self.limits.exact)
         if step.has_pictures:
             assert self.pictures is not None, "the step was checked"
             self.pictures.complete(batch, step)
-        return self._run_model(batch)
+        with self.kv_cache.followed_by(passed):
+            return self._run_model(batch)
 
     def _run_model(self, batch: Batch) -> Computed:
         if self.communicator is not None:

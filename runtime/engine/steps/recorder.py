@@ -171,8 +171,18 @@ class Recorder(Protocol):
         """
         ...
 
+    def replay(self, recording: Recording, passed: Callable[[int], None] | None) -> None:
+        """Run it, or queue it. If there are marks ``passed`` is called with each that it comes past."""
+        ...
+
     def launch(self, recording: Recording, results: Tensor, num_results: int, buffers: StepBuffers) -> None:
         """Queue a replay, and the copy of the first of ``results`` to ``buffers.results``."""
+        ...
+
+    @property
+    def mark(self) -> Callable[[int], None] | None:
+        """Called inside the recorded work, it leaves a mark with this number. None if there are none, since a replay is
+        one launch."""
         ...
 
     def stopwatch(self) -> Stopwatch | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from numba_kernels.cpu.attention.kernel import SEGMENT_TOKENS
 from numba_kernels.cpu.running.arena import Arena
-from numba_kernels.cpu.running.recording import NotRecordableError, record
+from numba_kernels.cpu.running.recording import NotRecordableError, mark, record
 from numba_kernels.cpu.running.recording import Recording as Launches
 from runtime.device.device import CPU
 from runtime.device.errors import CaptureError
@@ -119,6 +119,13 @@ class CpuRecorder:
             raise OutOfMemoryError("cpu: no memory for a recorded step") from error
         self.recorded_bytes += launches.size_bytes
         return CpuRecording(self, launches, result)
+
+    @property
+    def mark(self) -> Callable[[int], None]:
+        return mark
+
+    def replay(self, recording: Any, passed: Callable[[int], None] | None) -> None:
+        recording.replay(passed)
 
     def launch(self, recording: Any, results: Tensor, num_results: int, buffers: Any) -> None:
         def run() -> None:

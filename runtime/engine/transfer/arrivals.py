@@ -33,6 +33,7 @@ _MARK = "\0"  # no file's name has it
 class _Arrival:
     source: Source
     pages: list[Pages] = field(default_factory=list)
+    parts: dict[bytes, Pages] = field(default_factory=dict)  # those whose later planes are missing, by their first key
     is_over: bool = False
     error: TransferError | None = None
     since_s: float = field(default_factory=time.monotonic)
@@ -44,11 +45,19 @@ class Arrivals:
     Args:
         transports: by the scheme of their addresses.
         most_bytes: that lie here; a sender waits for room, and is given up if there is none for long.
+        num_planes: of a page, by pool.
         backing: the store that is asked for what is not here, and written to.
     """
 
-    def __init__(self, transports: dict[str, Transport], most_bytes: int, backing: PageStore | None = None) -> None:
+    def __init__(
+        self,
+        transports: dict[str, Transport],
+        most_bytes: int,
+        num_planes: Sequence[int],
+        backing: PageStore | None = None,
+    ) -> None:
         self._transports, self._most_bytes, self._backing = transports, most_bytes, backing
+        self._num_planes = num_planes
         self._condition = threading.Condition()
         # Guarded by the condition:
         self._arrivals: dict[str, _Arrival] = {}
@@ -93,6 +102,8 @@ class Arrivals:
         with self._condition:
             arrival = self._arrivals.pop(lease, None)
             self._fresh.pop(lease, None)
+            for part in () if arrival is None else arrival.parts.values():
+                self._num_bytes -= part.num_bytes
             for number, pages in enumerate(() if arrival is None else arrival.pages):
                 self._num_bytes -= pages.num_bytes
                 for row, name in enumerate(pages.names):
@@ -125,7 +136,8 @@ class Arrivals:
 
     def _add(self, lease: str, pages: Pages) -> None:
         """See `Arrived`."""
-        check_names(pages)
+        if not pages.first_plane:
+            check_names(pages)
         with self._condition:
             if not self._condition.wait_for(
                 lambda: lease not in self._arrivals or self._num_bytes + pages.num_bytes <= self._most_bytes, STALL_S
@@ -134,14 +146,36 @@ class Arrivals:
             arrival = self._arrivals.get(lease)
             if arrival is None:
                 raise TransferError("the request is gone")
-            for row, name in enumerate(pages.names):
+            whole = self._whole(arrival, pages)
+            if whole is None:
+                return
+            for row, name in enumerate(whole.names):
                 self._places.setdefault(name.key, []).append((lease, len(arrival.pages), row))
                 self._after.setdefault(name.parent, {})[name.key] = None
-            arrival.pages.append(pages)
-            self._num_bytes += pages.num_bytes
+            arrival.pages.append(whole)
             self._fresh[lease] = None
             self._condition.notify_all()
         self.on_arrival()
+
+    def _whole(self, arrival: _Arrival, pages: Pages) -> Pages | None:
+        """The pages, with their first planes, if these have come before; None while later planes are missing. Raises
+        `TransferError` for planes that do not follow those that came. The condition is held."""
+        first = pages.names[0].key
+        before = arrival.parts.pop(first, None)
+        if before is not None and not pages.first_plane:  # they are sent once more
+            self._num_bytes -= before.num_bytes
+            before = None
+        num_before = 0 if before is None else len(before.planes)
+        if pages.first_plane != num_before or (before is not None and list(pages.names) != list(before.names)):
+            self._num_bytes -= 0 if before is None else before.num_bytes
+            raise TransferError(f"the peer sent planes from {pages.first_plane} on where {num_before} had come")
+        self._num_bytes += pages.num_bytes
+        if before is not None:
+            pages = pages._replace(planes=[*before.planes, *pages.planes], first_plane=0)
+        if len(pages.planes) < self._num_planes[pages.pool]:
+            arrival.parts[first] = pages
+            return None
+        return pages
 
     @property
     def has_fresh(self) -> bool:

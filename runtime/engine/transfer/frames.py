@@ -49,11 +49,12 @@ class Refusal(msgspec.Struct, tag=True):
 
 
 class Header(msgspec.Struct, tag=True):
-    """Pages follow: by plane, ``page_bytes`` of each name."""
+    """Pages follow: by plane from ``first_plane`` on, ``page_bytes`` of each name."""
 
     pool: int
     names: list[PageName]
     page_bytes: list[int]
+    first_plane: int = 0
 
 
 class Alive(msgspec.Struct, tag=True):
@@ -90,7 +91,7 @@ class PlaneCarrier(Protocol):
 
     num_inline: int
 
-    def check_form(self, pool: int, page_bytes: list[int]) -> None:
+    def check_form(self, header: Header) -> None:
         """Raises `TransferError` for pages that this engine's pool has not."""
         ...
 
@@ -129,7 +130,7 @@ class Stream:
     def send_pages(self, pages: Pages) -> None:
         """Raises OSError."""
         sizes = [plane.shape[1] for plane in pages.planes]
-        self.send(Header(pages.pool, list(pages.names), sizes), pages.planes)
+        self.send(Header(pages.pool, list(pages.names), sizes, pages.first_plane), pages.planes)
 
     def receive_a(self, kind: type[T]) -> T:
         """The next message, of this kind. Raises OSError, `TransferError`."""
@@ -164,7 +165,7 @@ class Stream:
 
     def receive_pages(self, header: Header) -> list[NDArray[np.uint8]]:
         """By plane ``[num_pages, page_bytes]``. Raises OSError, `TransferError`."""
-        self._carrier.check_form(header.pool, header.page_bytes)
+        self._carrier.check_form(header)
         count, num_bytes = len(header.names), _num_bytes(header)
         data = self._carrier.receive_planes(self, num_bytes)
         if self._carrier.num_inline:

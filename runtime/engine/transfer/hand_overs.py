@@ -8,7 +8,9 @@ requests that come.
              └──────── the fleet: the request, with the token ────────▶ admit, and the next step decodes it
 
 Pages are copied after each chunk of a prompt, while later ones are computed; the last page, which is not full, when the
-choice leaves. A page's name is that of `StoredPrefixes`, so the other engine finds it by the tokens.
+choice leaves. Of a chunk with many pages the planes of its first layers go while the later layers are computed, and the
+last ones once the step has not failed: without them the others are worth nothing. A page's name is that of
+`StoredPrefixes`, so the other engine finds it by the tokens.
 """
 
 from __future__ import annotations
@@ -16,24 +18,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.engine.messages import EngineOutput, Source
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.reserved_prefixes import ReservedPrefixes
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.step import Step
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes, of_group, page_key
 from runtime.engine.transfer.arrivals import Arrivals
 from runtime.engine.transfer.identity import RefusedError
 from runtime.engine.transfer.transport import NO_PAGES, Pages, Transport
+from runtime.kv.layer_copies import LayerCopies, PassCopy
 from runtime.kv.page_store import PageName
 
 logger = logging.getLogger("xserv.engine")
 
 CLOSE_S = 5.0
 """How long an engine that ends waits for its offers to be taken."""
+
+
+_Found = tuple[int, PageName, int]
+"""A page: its group, its name without one, its block."""
 
 
 @dataclass(slots=True)
@@ -56,11 +66,21 @@ class _Offered:
 
 
 @dataclass(slots=True)
+class _Ahead:
+    """Pages of a choice up to a token, whose first planes are copied while the step runs that completes them."""
+
+    end: int
+    names: list[PageName]
+    copies: dict[int, PassCopy]  # by pool
+
+
+@dataclass(slots=True)
 class _Lease:
     transport: Transport
     is_dropped: bool = False
     num_blocks: int = 0
     choices: dict[int, _Offered] = field(default_factory=dict)
+    ahead: dict[int, _Ahead] = field(default_factory=dict)  # by choice; of the step that runs
 
 
 class HandOvers:
@@ -69,6 +89,7 @@ class HandOvers:
     Args:
         transports: by the scheme of their leases and addresses.
         arrivals: the store of ``stored``.
+        copies: copies pages while a step computes them; None without.
         has_fleet: a fleet wants to know of requests that begin.
     """
 
@@ -78,12 +99,14 @@ class HandOvers:
         stored: StoredPrefixes,
         transports: dict[str, Transport],
         arrivals: Arrivals,
+        copies: LayerCopies | None = None,
         *,
         has_fleet: bool,
     ) -> None:
-        self._pool, self._stored = pool, stored
+        self._pool, self._stored, self._copies = pool, stored, copies
         self.reserved = ReservedPrefixes(pool, stored)
         self.tell: Callable[[EngineOutput], None] | None = None
+        self.states_after: Callable[[Sequence, int], list[list[int]] | None] = _no_states
         self.transports, self.arrivals, self._has_fleet = transports, arrivals, has_fleet
         self.counters = TransferCounters()
         self._leases: dict[str, _Lease] = {}  # by request
@@ -127,24 +150,78 @@ class HandOvers:
             return
         size, committed = self._pool.block_size, sequence.num_committed
         offered = lease.choices.setdefault(sequence.index, _Offered())
-        first = offered.num_pages
-        names = self._names(sequence, offered, committed)
-        num_full = min(len(names), committed // size - first)
+        ahead = lease.ahead.pop(sequence.index, None)
+        if ahead is not None and ahead.end != committed:
+            ahead = None
+        names = self._names(sequence, offered, committed) if ahead is None else ahead.names
+        num_full = min(len(names), committed // size - offered.num_pages)
+        found = self._found(sequence, offered, names[: None if is_final else num_full])
         if num_full:
-            offered.num_pages, offered.last = first + num_full, names[num_full - 1]
-        found: list[tuple[int, PageName, int]] = []  # group, name without one, block
+            offered.num_pages, offered.last = offered.num_pages + num_full, names[num_full - 1]
+        if states is not None:
+            found += self._states(sequence, states, committed, offered.last, names[num_full:])
+        self._offer(sequence.request.lease, lease, found, {} if ahead is None else ahead.copies)
+
+    def _found(self, sequence: Sequence, offered: _Offered, names: list[PageName]) -> list[_Found]:
+        """The pages with these names that the other engine needs."""
+        size, first, found = self._pool.block_size, offered.num_pages, list[_Found]()
         end = sequence.num_tokens // size * size  # of the pages that the other engine can find
-        num_noted = len(names) if is_final else num_full
         for group, kind in enumerate(self._pool.kinds):
             if group not in self._pool.states:
                 needed = max(kind.first_page(end, size), sequence.first_pages[group], first)
-                for page in range(needed, first + num_noted):
+                for page in range(needed, first + len(names)):
                     found.append((group, names[page - first], sequence.blocks[group][page]))
-        if states is not None and committed >= sequence.num_prompt_tokens - 1:
-            at = names[-1] if len(names) > num_full else offered.last
-            if at is not None:
-                found += [(group, at, states[group][0]) for group in self._pool.states if states[group]]
-        self._offer(sequence.request.lease, lease, found)
+        return found
+
+    def _states(
+        self, sequence: Sequence, states: list[list[int]], end: int, last: PageName | None, rest: list[PageName]
+    ) -> list[_Found]:
+        """The states after the prompt, under the name of its last page: ``last`` is that of the last full page."""
+        at = rest[-1] if rest else last
+        if at is None or end < sequence.num_prompt_tokens - 1:
+            return []
+        return [(group, at, states[group][0]) for group in self._pool.states if states[group]]
+
+    def look_ahead(self, step: Step) -> None:
+        """A step is about to run: have the first layers' planes of the pages that it completes copied meanwhile."""
+        copies = self._copies
+        if copies is None or not self._leases or not copies.helps:
+            return
+        jobs: list[PassCopy] = []
+        for sequence, start, count in ((each.sequence, each.start, each.num_tokens) for each in step.chunks):
+            lease = self._leases.get(sequence.request.request_id)
+            if lease is None or lease.is_dropped or sequence.num_committed != start:
+                continue
+            offered = lease.choices.setdefault(sequence.index, _Offered())
+            end, size = min(start + count, sequence.num_tokens), self._pool.block_size
+            names = self._names(sequence, offered, end)
+            num_full = min(len(names), max(0, end // size - offered.num_pages))
+            found = self._found(sequence, offered, names[:num_full])
+            if (states := self.states_after(sequence, end)) is not None:
+                last = names[num_full - 1] if num_full else offered.last
+                found += self._states(sequence, states, end, last, names[num_full:])
+            ahead = _Ahead(end, names, {})
+            for pool, of_pool in self._by_pool(found).items():
+                bounds = copies.bounds(pool, len(of_pool))
+                if len(bounds) > 1:
+                    take = partial(self._take, sequence.request.lease, lease, pool, _with_groups(of_pool))
+                    ahead.copies[pool] = PassCopy(pool, [block_id for _, _, block_id in of_pool], bounds, take)
+            if ahead.copies:
+                lease.ahead[sequence.index] = ahead
+                jobs += ahead.copies.values()
+        if jobs:
+            copies.begin(jobs)
+
+    def _take(
+        self, name: str, lease: _Lease, pool: int, names: list[PageName], first: int, planes: list[NDArray[np.uint8]]
+    ) -> bool:
+        """See `Take`. Called on another thread."""
+        return lease.transport.offer(name, Pages(pool, names, planes, first))
+
+    def step_ran(self) -> None:
+        """The step has run: nothing of it is copied ahead any more."""
+        if self._copies is not None:
+            self._copies.finish()
 
     def _names(self, sequence: Sequence, offered: _Offered, end: int) -> list[PageName]:
         """The names of a choice's pages up to ``end`` that were not offered, the last one maybe not full."""
@@ -160,19 +237,30 @@ class HandOvers:
             before = names[-1].key
         return names
 
-    def _offer(self, name: str, lease: _Lease, found: list[tuple[int, PageName, int]]) -> None:
+    def _by_pool(self, found: list[_Found]) -> dict[int, list[_Found]]:
         pools = self._pool.pools
-        for pool in dict.fromkeys(pools[group] for group, _, _ in found):
-            of_pool = [each for each in found if pools[each[0]] == pool]
-            planes = self._stored.pages.copy_out(pool, [block_id for _, _, block_id in of_pool])
-            names = [
-                PageName(of_group(page.key, group), of_group(page.parent, group), page.tokens)
-                for group, page, _ in of_pool
-            ]
-            if not lease.transport.offer(name, Pages(pool, names, planes)):
-                lease.is_dropped = True
-                self.counters.dropped += 1
-                return
+        by_pool: dict[int, list[_Found]] = {}
+        for each in found:
+            by_pool.setdefault(pools[each[0]], []).append(each)
+        return by_pool
+
+    def _offer(self, name: str, lease: _Lease, found: list[_Found], ahead: dict[int, PassCopy]) -> None:
+        for pool, of_pool in self._by_pool(found).items():
+            names, blocks = _with_groups(of_pool), [block_id for _, _, block_id in of_pool]
+            parts: list[tuple[int, int, int]] = []  # pages from, to, and their first plane
+            copied = ahead.get(pool)
+            if copied is not None and copied.num_planes:
+                count = len(copied.block_ids)
+                assert copied.block_ids == blocks[:count], "pages have moved while their step ran"
+                parts.append((0, count, copied.num_planes))
+            if not parts or parts[0][1] < len(blocks):
+                parts.append((parts[0][1] if parts else 0, len(blocks), 0))
+            for begin, end, first in parts:
+                planes = self._stored.pages.copy_out(pool, blocks[begin:end], first)
+                if not lease.transport.offer(name, Pages(pool, names[begin:end], planes, first)):
+                    lease.is_dropped = True
+                    self.counters.dropped += 1
+                    return
             lease.num_blocks += len(names)
 
     def end(self, request: Request) -> None:
@@ -264,6 +352,14 @@ class HandOvers:
         """No more is offered or taken; offers that are being taken are completed first."""
         for transport in self.transports.values():
             transport.close(CLOSE_S)
+
+
+def _with_groups(found: list[_Found]) -> list[PageName]:
+    return [PageName(of_group(each.key, group), of_group(each.parent, group), each.tokens) for group, each, _ in found]
+
+
+def _no_states(sequence: Sequence, end: int) -> None:
+    """Of a scheduler that is not known yet."""
 
 
 def _source_of(request: Request) -> Source:

@@ -22,6 +22,7 @@ from runtime.engine.transfer.nixl_transport import NixlTransport
 from runtime.engine.transfer.sockets import SharedMemoryTransport, TcpTransport
 from runtime.engine.transfer.transport import Transport
 from runtime.errors import XservError
+from runtime.kv.layer_copies import LayerCopies
 from runtime.kv.page_bytes import PageBytes
 from runtime.version import release
 
@@ -66,10 +67,12 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
         for transport in transports.values():
             transport.close()
         raise RequestError(str(error), param="kv_transfer") from None
-    arrivals = Arrivals(transports, settings.most_bytes, None if before is None else before.store)
+    num_planes = [len(each) for each in pages.page_bytes]
+    arrivals = Arrivals(transports, settings.most_bytes, num_planes, None if before is None else before.store)
     picture_of = None if engine.pictures is None else engine.pictures.keys.known_digest
     stored = StoredPrefixes(engine.pool, pages, arrivals, digest, picture_of)
-    engine.hand_over(stored, transports, arrivals, has_fleet=bool(settings.secret))
+    executor.layer_copies = LayerCopies(executor.kv_cache, PageBytes(executor.kv_cache))
+    engine.hand_over(stored, transports, arrivals, executor.layer_copies, has_fleet=bool(settings.secret))
     addresses = tuple(each.address for each in transports.values())
     engine.info = msgspec.structs.replace(info, transfer_addresses=addresses, identity=identity)
     logger.info("requests are handed over by %s", ", ".join(addresses))

@@ -133,7 +133,7 @@ class SocketTransport(ABC):
                 return False
             elif pages.names:
                 offer.waiting.append(pages)
-                offer.num_blocks += len(pages.names)
+                offer.num_blocks += 0 if pages.first_plane else len(pages.names)
                 self._num_staged_bytes += pages.num_bytes
             self._condition.notify_all()
             return True
@@ -345,7 +345,7 @@ class SocketTransport(ABC):
             message = stream.receive()
             match message:
                 case Header(pool, names):
-                    pages = Pages(pool, names, stream.receive_pages(message))
+                    pages = Pages(pool, names, stream.receive_pages(message), message.first_plane)
                     with self._condition:
                         self.num_received_bytes += pages.num_bytes
                     arrived(pages)
@@ -358,11 +358,13 @@ class SocketTransport(ABC):
                 case _:
                     raise TransferError("the peer sent a message that does not belong here")
 
-    def check_form(self, pool: int, page_bytes: list[int]) -> None:
+    def check_form(self, header: Header) -> None:
         """Raises `TransferError` for pages that this engine's pool has not."""
-        known = self._identity.page_bytes
-        if not 0 <= pool < len(known) or page_bytes != known[pool]:
-            raise TransferError(f"the peer sent pages of {page_bytes} bytes for pool {pool}; here pools have {known}")
+        known, pool, sizes, first = self._identity.page_bytes, header.pool, header.page_bytes, header.first_plane
+        if not 0 <= pool < len(known) or first < 0 or sizes != known[pool][first : first + len(sizes)]:
+            raise TransferError(
+                f"the peer sent pages of {sizes} bytes from plane {first} on for pool {pool}; here pools have {known}"
+            )
 
     # What differs
 

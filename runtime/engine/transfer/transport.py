@@ -30,11 +30,13 @@ class StaleLeaseError(RefusedError):
 
 
 class Pages(NamedTuple):
-    """Pages of a pool: their names, and by plane ``[num_pages, page_bytes]``."""
+    """Pages of a pool: their names, and by plane ``[num_pages, page_bytes]``. The planes of later layers may follow,
+    with the same names: these begin with plane ``first_plane``."""
 
     pool: int
     names: Sequence[PageName]
     planes: Sequence[NDArray[np.uint8]]
+    first_plane: int = 0
 
     @property
     def num_bytes(self) -> int:

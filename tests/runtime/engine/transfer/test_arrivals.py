@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 
 def test_dropped_pages_are_lost() -> None:
     transport = SharedMemoryTransport(SECRET, IDENTITY, 1 << 20)
-    arrivals = Arrivals({"unix": transport}, 1 << 20)
+    arrivals = Arrivals({"unix": transport}, 1 << 20, [1])
     offered = {"a": pages(1, 3), "b": pages(2, 2)}
     for lease, each in offered.items():
         transport.offer(lease, each)
@@ -50,7 +50,7 @@ def test_dropped_pages_are_lost() -> None:
 def test_there_is_room_for_so_many_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.engine.transfer.arrivals.STALL_S", 0.05)
     transport = SharedMemoryTransport(SECRET, IDENTITY, 1 << 20)
-    arrivals = Arrivals({"unix": transport}, 100)
+    arrivals = Arrivals({"unix": transport}, 100, [1])
     for lease in ("a", "b"):
         transport.offer(lease, pages(1, 2))  # 64 bytes
         transport.offer(lease, None)
