@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 40_871,
+    "numba_kernels": 40_894,
     "runtime/emulator": 16_988,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_484,
     "runtime/linear": 3_442,
-    "runtime/kv": 1_700,
-    "runtime/engine": 28_006,
+    "runtime/kv": 1_911,
+    "runtime/engine": 28_204,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
     "runtime/parallel": 2_278,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_999
+MOST_WORDS = 39_998
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -3,10 +3,10 @@
     copies.begin([copy])      before the step; the executor tells which layers are launched, or have run (`passed`)
     copies.finish()           after it: the planes below ``copy.num_planes`` were taken; the others have to be copied
 
-On a GPU a second stream copies, after an event behind the layers whose pages it reads; a pass that is replayed as one
-graph is copied after it: only passes that are shorter than their launches are recorded. On a CPU another thread copies,
-if the kernels leave a processor of this process free: on one that computes, a copy takes as long before the step's end
-as after it.
+On a GPU a second stream copies, after an event that follows the layers whose pages it reads. A pass that is replayed as
+one graph is copied after it: only passes that are shorter than their launches are recorded. On a CPU another thread
+copies, if the kernels leave a processor of this process free: on one that computes, a copy takes as long before the
+step's end as after it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LayerCopies:
         return self.passed if self._jobs else None
 
     def bounds(self, pool: int, num_pages: int) -> list[int]:
-        """Where planes of so many pages are cut: parts of `PART_BYTES`, and the rest."""
+        """Cuts planes of so many pages into parts of `PART_BYTES`, and the rest: the first plane of each."""
         cuts, num_bytes, layers = [0], 0, self._last_layers[pool]
         for plane, size in enumerate(self._pages.page_bytes[pool]):
             if num_bytes >= PART_BYTES and layers[plane] > layers[plane - 1]:

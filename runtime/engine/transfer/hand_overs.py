@@ -8,7 +8,7 @@ requests that come.
              └──────── the fleet: the request, with the token ────────▶ admit, and the next step decodes it
 
 Pages are copied after each chunk of a prompt, while later ones are computed; the last page, which is not full, when the
-choice leaves. Of a chunk with many pages the planes of its first layers go while the later layers are computed, and the
+choice leaves. If a chunk has many pages, the planes of its first layers go while the later layers are computed, and the
 last ones once the step has not failed: without them the others are worth nothing. A page's name is that of
 `StoredPrefixes`, so the other engine finds it by the tokens.
 """
@@ -359,7 +359,7 @@ def _with_groups(found: list[_Found]) -> list[PageName]:
 
 
 def _no_states(sequence: Sequence, end: int) -> None:
-    """Of a scheduler that is not known yet."""
+    """The states of a scheduler that is not known yet."""
 
 
 def _source_of(request: Request) -> Source:
