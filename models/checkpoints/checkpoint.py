@@ -93,6 +93,7 @@ class Checkpoint:
                     problems.append(f"{self.label}: tensor {name!r} {list(shape)} is missing")
                 continue
             stored = found[name]
+            stored.widen(shape)
             where = f"{stored.file}: tensor {stored.name!r}"
             if stored.shape != shape:
                 problems.append(f"{where} is {list(stored.shape)}, but the config asks for {list(shape)}")

@@ -43,6 +43,9 @@ class StoredTensor(ABC):
     is_lasting: bool = True
     head_formats: Mapping[str, str | None] = MappingProxyType({})
 
+    def widen(self, shape: tuple[int, ...]) -> None:  # noqa: B027 - most formats write every size
+        """Takes this shape if it is the tensor's but for sizes of 1 that the file's writer left out."""
+
     @abstractmethod
     def array(self) -> Array:
         """The elements, as a view of the mapped file where they are stored so."""

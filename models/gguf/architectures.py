@@ -146,9 +146,6 @@ FUSED = {"attn_qkv": ("attn_q", "qkv_proj"), "ffn_gate_up_exps": ("ffn_gate_exps
 """Tensors that hold the rows of others, one's after another's, where an architecture has them not as such: the first of
 those, beside which they are in safetensors, and their name there."""
 
-ROWS = frozenset(("ffn_gate_inp_shexp",))
-"""Matrices of one row, of which llama.cpp's quantiser makes vectors."""
-
 _XIELU: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 

@@ -15,7 +15,7 @@ from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields
 from models.configuration.overrides import overridden
 from models.errors import ConfigError, WeightsError
-from models.gguf.architectures import FUSED, ROWS, GgufArchitecture
+from models.gguf.architectures import FUSED, GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
 from models.gguf.encoders import DENSE_PARTS, pooling_of
 from models.gguf.mmproj import find_mmproj
@@ -99,11 +99,11 @@ class GgufModel:
                 tensors[ours.replace(".{keys}", "").replace(".{values}", "")] = self._head_maps(name)
                 continue
             indices: list[int | None] = [None]
-            if "{expert}" in ours:
+            if "{expert}" in ours and (num_experts != 1 or len(file.tensors[name].shape) > 2):  # else one that is all
                 _check_stack(file, name, num_experts)
                 indices = list(range(num_experts))
             for index in indices:
-                tensors[ours.format(expert=index)] = GgufWeight(
+                tensors[ours.format(expert=index or 0)] = GgufWeight(
                     file, name, index, factor=self._factor(name, index),
                     pairs_of=head_dim if rules.has_permuted_heads and part in PERMUTED else 0,
                     rotated_rows=heads * head_dim if part == "attn_qkv" else None,
@@ -111,7 +111,7 @@ class GgufModel:
                     if ours.endswith("norm.weight") and part not in rules.plain_norms else 0.0,
                     is_transposed=part in rules.transposed and name.endswith(".weight"),
                     is_convolution=part in rules.convolutions and name.endswith(".weight"),
-                    is_flat=part in rules.flat, is_decay=part in rules.decays, is_row=part in ROWS,
+                    is_flat=part in rules.flat, is_decay=part in rules.decays,
                 )  # fmt: skip
                 if part in rules.differences and file.tensors[name].shape[0] == 2:
                     shape = (1, *file.tensors[name].shape[1:])

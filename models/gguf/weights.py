@@ -20,16 +20,14 @@ class GgufWeight(StoredTensor):
     `index` is its number among those that are stacked in the file's tensor; a matrix that `is_transposed` stands inputs
     first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file, become two halves in the
     first `rotated_rows`, by default all; 0 keeps the rows. `norm_offset` was added by the converter. A convolution over
-    time `[channels, taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; what `is_row` a matrix of one row;
-    and -exp of a decay, if it `is_decay`, the decay. `factor` multiplies elements of a type whose kept blocks have
-    float32 scales.
+    time `[channels, taps]` becomes `[channels, 1, taps]`; what `is_flat` a vector; and -exp of a decay, if it
+    `is_decay`, the decay. `factor` multiplies elements of a type whose kept blocks have float32 scales.
     """
 
     def __init__(
         self, file: GgufFile, name: str, index: int | None = None, *, pairs_of: int = 0,
         rotated_rows: int | None = None, norm_offset: float = 0.0, is_transposed: bool = False,
-        is_convolution: bool = False, is_flat: bool = False, is_decay: bool = False, is_row: bool = False,
-        factor: float = 1.0,
+        is_convolution: bool = False, is_flat: bool = False, is_decay: bool = False, factor: float = 1.0,
     ) -> None:  # fmt: skip
         entry = file.tensor(name, index)
         self.file, self.name, self.type_name = file.path.name, name, entry.format.name
@@ -47,10 +45,21 @@ class GgufWeight(StoredTensor):
         self._is_decay, self._factor, self._format = is_decay, np.float32(factor), entry.format
         if is_flat:
             self.shape = (math.prod(self.shape),)
-        if is_row and len(self.shape) == 1:
-            self.shape = (1, *self.shape)
         if is_convolution and len(self.shape) == 2:
             self.shape = (self.shape[0], 1, self.shape[1])
+
+    def widen(self, shape: tuple[int, ...]) -> None:
+        """llama.cpp's quantiser writes a matrix of one row as a vector, and one matrix alone in a stack as a matrix."""
+        inner = self.shape[::-1] if self._is_transposed else self.shape
+        stored = shape[::-1] if self._is_transposed else shape
+        count = len(stored) - len(inner)
+        if count > 0 and stored == (1,) * count + inner:
+            self.shape = shape
+            self.block_format = self.kept_format if len(shape) == 2 else None
+
+    def _by_rows(self, raw: Array) -> Array:
+        """Bytes of the file's rows, `[..., row bytes]`, in this tensor's shape."""
+        return raw.reshape(*self.shape[:-1], raw.shape[-1])
 
     def array(self) -> Array:
         """The elements, made anew where they are quantised or stored otherwise."""
@@ -63,27 +72,28 @@ class GgufWeight(StoredTensor):
         if self._is_decay:
             with np.errstate(invalid="ignore", divide="ignore"):
                 values = np.log(-values.astype(np.float64)).astype(np.float32)
-        return np.ascontiguousarray(values.T) if self._is_transposed else values.reshape(self.shape)
+        return np.ascontiguousarray(values.T).reshape(self.shape) if self._is_transposed else values.reshape(self.shape)
 
     def some_rows(self, rows: slice) -> Array:
         if self.block_format is None or self._pairs_of or self._factor != 1:
             return self.array()[rows]
-        return self._format.dequantise(self._file.raw(self.name, self._index)[rows])
+        return self._format.dequantise(self._by_rows(self._file.raw(self.name, self._index))[rows])
 
     def stored_rows(self) -> Array:
         assert not self._pairs_of, "rows of heads are looked up in no table"
         assert self._format.keep is None, "rows become other blocks"
-        return self._file.raw(self.name, self._index)
+        return self._by_rows(self._file.raw(self.name, self._index))
 
     def part_blocks(self, index: int) -> Array:
         """The blocks of one of the matrices that are stacked in this tensor."""
-        return self._file.blocks(self.name, index)
+        alone = len(self._file.tensor(self.name).shape) < len(self.shape)
+        return self._file.blocks(self.name, None if alone else index)
 
     def head_blocks(self, part: str, head: int, rows: slice) -> Array:
         return self._format.kept_blocks(self._file.raw(self.name, self._index)[rows])
 
     def blocks(self) -> Array:
-        blocks = self._in_halves(self._file.blocks(self.name, self._index))
+        blocks = self._by_rows(self._in_halves(self._file.blocks(self.name, self._index)))
         if self._factor != 1:
             blocks = blocks.copy()
             blocks.view(self._format.kept_layout)["d"] *= self._factor
@@ -112,6 +122,8 @@ class GgufHeadMaps(StoredTensor):
     `models.checkpoints.checkpoint.StoredTensor`."""
 
     def __init__(self, keys: GgufWeight, values: GgufWeight) -> None:
+        for part in (keys, values):  # of one head
+            part.widen((1,) * (3 - len(part.shape)) + part.shape)
         heads, latent, key_dim = keys.shape if len(keys.shape) == 3 else (0, 0, 0)
         if not heads or len(values.shape) != 3 or (values.shape[0], values.shape[2]) != (heads, latent):
             raise WeightsError(

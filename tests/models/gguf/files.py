@@ -53,9 +53,11 @@ def write_gguf(
     num_tensors_per_shard: int = 0,
     has_whole_maps: bool = False,
     is_fused: bool = False,
+    drops_ones: bool = False,
 ) -> Path:
     """A file of float32 tensors by their names in safetensors. `type_of` gets GGUF's names; vectors stay float32.
     With `has_whole_maps` latent attention is written as it was until April 2025: heads' keys and values in one map.
+    `drops_ones` writes a matrix of one row as a vector and a stack of one matrix as it, as llama.cpp's quantiser does.
     `is_fused` writes queries, keys and values as one, and experts' gate and up, as the converter does if asked to.
 
     Returns the file's path, or the first shard's.
@@ -90,12 +92,13 @@ def write_gguf(
         written[stored] = _changed(name, array, config)
     for stored, array in (_fused(written) if is_fused else written).items():
         ggml = Ggml.F32 if array.ndim == 1 or ".ffn_gate_inp" in stored or stored.endswith("bias") else type_of(stored)
-        if array.dtype == np.uint8:  # blocks already
-            writer.add_tensor(stored, array, raw_dtype=ggml)
-        elif ggml in (Ggml.F32, Ggml.F16):
-            writer.add_tensor(stored, array.astype(np.float32 if ggml == Ggml.F32 else np.float16))
-        else:
-            writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(array), ggml), raw_dtype=ggml)
+        if ggml in (Ggml.F32, Ggml.F16) and array.dtype != np.uint8:
+            array = array.astype(np.float32 if ggml == Ggml.F32 else np.float16)
+        elif array.dtype != np.uint8:  # else blocks already
+            array = gguf.quantize(np.ascontiguousarray(array), ggml)
+        while drops_ones and array.ndim > 1 and len(array) == 1:
+            array = array[0]
+        writer.add_tensor(stored, array, raw_dtype=ggml if array.dtype == np.uint8 else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

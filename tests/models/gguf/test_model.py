@@ -176,6 +176,30 @@ def test_maps_in_one_tensor(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids))
 
 
+@pytest.mark.parametrize("case", ["llama_linear_gqa2", "mixtral_odd"])
+def test_sizes_of_one_that_the_quantiser_leaves_out(tmp_path: Path, case: str) -> None:
+    """A gate and an up of one row, or a layer's only expert, are in the file without their first size."""
+    golden = load_golden(case)
+    has_experts = case == "mixtral_odd"
+    changes = {"num_local_experts": 1, "num_experts_per_tok": 1} if has_experts else {"intermediate_size": 1}
+    config = json.loads((golden.folder / "config.json").read_text()) | changes
+    tensors = {}
+    for name, array in golden_tensors(golden).items():
+        if ".gate." in name or ".gate_proj." in name or ".up_proj." in name:
+            array = array[:1]
+        elif ".down_proj." in name:
+            array = array[:, :1]
+        if ".experts." not in name or ".experts.0." in name:
+            tensors[name] = np.ascontiguousarray(array)
+    whole, cut = (write_gguf(tmp_path / f"{drops}.gguf", config, tensors, drops_ones=drops) for drops in (False, True))
+    ranks = [{name: len(each.shape) for name, each in GgufFile(path).tensors.items()} for path in (whole, cut)]
+    fewer = {name.split(".")[-2] for name in ranks[0] if ranks[1][name] < ranks[0][name]}
+    experts = {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
+    assert fewer == (experts if has_experts else {"ffn_gate", "ffn_up"})
+    logits = [logits_of(load_model(path), golden.prompt_ids) for path in (cut, whole)]
+    np.testing.assert_array_equal(*logits)
+
+
 def test_numbers_of_layers(tmp_path: Path) -> None:
     """Apertus' activations stand in the metadata: one for each layer, or one for all."""
     config, tensors, ids = twin_of(tmp_path / "twin", "apertus_odd")
