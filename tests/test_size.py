@@ -26,8 +26,8 @@ MOST_LINES = {
     "runtime/llm": 1_952,
     "runtime/parallel": 2_278,
     "runtime/images": 937,
-    "runtime/commands": 3_068,
-    "runtime/bench": 11_818,
+    "runtime/commands": 3_077,
+    "runtime/bench": 12_004,
     "runtime": 3_664,
     "models": 20_269,
     "server": 23_451,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_998
+MOST_WORDS = 39_993
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -25,14 +25,18 @@ from typing import Any
 from models.checkpoints.hub import resolve_model
 from runtime.bench.environment import describe_engine, usable_cores
 from runtime.bench.metrics import BenchmarkError, check_finite
-from runtime.bench.peers.child_process import ChildProcess
+from runtime.bench.peers.child_process import ChildProcess, PeerDiedError
 from runtime.bench.peers.cpu_limits import LimitMeter, ModelSize, limit_rate, open_meter
 from runtime.bench.peers.host_work import NAMES, bench_load, bench_pack, tokenizer_rows
+from runtime.bench.peers.ik_llama import NAME as IK_LLAMA
+from runtime.bench.peers.ik_llama import IkLlama
 from runtime.bench.peers.report import PEER_GOALS, host_row
 from runtime.bench.peers.rounds import (
+    LLAMA,
     OURS,
     PEER_ENGINES,
     OurSide,
+    Peer,
     PeerEngine,
     PeerSide,
     compare_logits,
@@ -57,6 +61,7 @@ def bench_peers(
     meter: LimitMeter | None = None,
     seed: int = 0,
     clock: str = "wall",
+    ik_llama: Path | None = None,
     kv_cache_bytes: int = KV_CACHE_BYTES,
     say: Say = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
@@ -68,16 +73,20 @@ def bench_peers(
     shape      of GPT-2; by default that of the 124M model
     meter      of the limits; a new one if None
     clock      "processor" takes each side's processor time, which other processes hardly change; on one core alone
+    ik_llama   the folder of ik_llama.cpp's benchmarks; they run GGUF files, and those that llama.cpp's side has written
     say        gets progress messages
 
-    `results[i]` is `measure_workload`'s report with `limit_tokens_per_second`, `share_of_limit`, `missing` (unavailable
-    peers), and, with a goal, `goal`, `ratio` and `verdict`. Workloads that cannot be timed, because sides disagree or a
-    peer fails, are in `refused` with the reason. `host_results[i]` has `value` and `verdict`.
+    A peer that dies is left out of the rest of its group; `died` has the reason. `results[i]` is `measure_workload`'s
+    report with `limit_tokens_per_second`, `share_of_limit`, `missing` (unavailable peers), and, with a goal, `goal`,
+    `ratio` and `verdict`. Workloads that cannot be timed, because sides disagree or a peer fails, are in `refused` with
+    the reason. `host_results[i]` has `value` and `verdict`.
     """
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
     if clock != "wall" and usable_cores() != 1:
         raise BenchmarkError(f"--clock {clock} needs one core, not {usable_cores()}: `taskset -c 0 xserv bench peers`")
+    if clock != "wall" and ik_llama is not None:
+        raise BenchmarkError(f"--ik-llama tells wall time alone, not --clock {clock}: leave one of them away")
     shape = shape or Gpt2Shape()
     for group in groups:
         longest = max(workload.longest for workload in group.workloads)
@@ -90,6 +99,7 @@ def bench_peers(
         "peers": {},
         "results": [],
         "refused": [],
+        "died": [],
         "host_results": [],
         "environment": {},
     }
@@ -112,6 +122,7 @@ def bench_peers(
                             num_rounds,
                             seed,
                             clock,
+                            ik_llama,
                             kv_cache_bytes,
                             measured,
                             report,
@@ -134,14 +145,15 @@ def bench_peers(
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
-    """The failures of `--check`: missed or undecided goals, and refused workloads."""
+    """The failures of `--check`: missed or undecided goals, refused workloads, and peers that died."""
     rows = [*report["results"], *report["host_results"]]
     words = [
         f"{row['name']} ({row['dtype']}): {row['verdict']}" if "dtype" in row else f"{row['name']}: {row['verdict']}"
         for row in rows
         if row.get("verdict") in ("missed", "unknown")
     ]
-    return words + [f"{each['workload']} ({each['dtype']}): {each['reason']}" for each in report["refused"]]
+    words += [f"{each['workload']} ({each['dtype']}): {each['reason']}" for each in report["refused"]]
+    return words + [f"{each['model']} ({each['dtype']}): {each['reason']}" for each in report["died"]]
 
 
 def _host_rows(key: str, folder: Path, tokenizer: Path | None, num_rounds: int) -> list[dict[str, Any]]:
@@ -187,6 +199,7 @@ def _measure_group(
     num_rounds: int,
     seed: int,
     clock: str,
+    ik_llama: Path | None,
     kv_cache_bytes: int,
     measured: list[_Measured],
     report: dict[str, Any],
@@ -215,24 +228,49 @@ def _measure_group(
                 **arguments,
             )
         )
-        ours, peers = OurSide(llm, clock), []
+        ours = OurSide(llm, clock)
+        peers: list[Peer] = []
+
+        def leave_out(died: PeerDiedError) -> None:
+            peers[:] = [peer for peer in peers if peer.name != died.peer]
+            missing.append(died.peer)
+            report["died"].append({"peer": died.peer, "model": group.model, "dtype": group.dtype, "reason": str(died)})
+
         for engine in wanted:
-            if engine.name in pythons:
+            if engine.name not in pythons:
+                continue
+            try:
                 peer = _start(engine, pythons[engine.name], folder, group, clock, stack)
                 compare_logits(ours, peer, min(64, longest), group.dtype, seed)
-                said = {**peer.versions, "logits_relative_error": peer.logits_error}
-                report["peers"].setdefault(engine.name, {})[f"{group.model} {group.dtype}"] = said
-                peers.append(peer)
+            except PeerDiedError as died:
+                leave_out(died)
+                continue
+            said = {**peer.versions, "logits_relative_error": peer.logits_error}
+            report["peers"].setdefault(engine.name, {})[f"{group.model} {group.dtype}"] = said
+            peers.append(peer)
+        file = group.gguf or folder / f"model-{LLAMA.dtypes[group.dtype]}.gguf"  # llama.cpp's side has written it
+        if ik_llama is not None and file.exists():
+            try:
+                ik = IkLlama(ik_llama, file)
+                report["peers"].setdefault(IK_LLAMA, {})[f"{group.model} {group.dtype}"] = ik.versions()
+                peers.append(ik)
+            except PeerDiedError as died:
+                leave_out(died)
         for workload in group.workloads:
             say(f"{group.model}, {group.dtype}: {workload.name}")
-            try:
-                result = measure_workload(
-                    ours, peers, workload, group.dtype, num_rounds, seed, meter, is_calm=clock == "wall"
-                )
-            except BenchmarkError as error:
-                report["refused"].append({"workload": workload.key, "dtype": group.dtype, "reason": str(error)})
-                continue
-            measured.append((workload, size, {**result, "missing": missing}))
+            result = None
+            while result is None:
+                try:
+                    result = measure_workload(
+                        ours, peers, workload, group.dtype, num_rounds, seed, meter, is_calm=clock == "wall"
+                    )
+                except PeerDiedError as died:
+                    leave_out(died)
+                except BenchmarkError as error:
+                    report["refused"].append({"workload": workload.key, "dtype": group.dtype, "reason": str(error)})
+                    break
+            if result is not None:
+                measured.append((workload, size, {**result, "missing": list(missing)}))
         report["environment"] = describe_engine(llm.client.info)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import select
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,22 @@ from types import TracebackType
 from typing import IO, Any
 
 from runtime.bench.metrics import BenchmarkError
+
+
+class PeerDiedError(BenchmarkError):
+    """A peer's process has ended, or one of its programs failed; the other sides can go on without it."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"{peer} {reason}")
+        self.peer = peer
+
+
+def how_it_ended(what: str, status: int, output: bytes) -> str:
+    """In words: by which signal or status, and the last line that it wrote."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else "it wrote nothing"
+    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+    return f"ended {how} at {what!r}: {last}"
 
 
 class ChildProcess:
@@ -44,7 +61,8 @@ class ChildProcess:
         return self._process.pid
 
     def ask(self, op: str, timeout_s: float = 600.0, **fields: Any) -> dict[str, Any]:
-        """One request, one answer. Raises `BenchmarkError` with the child's output if it fails or dies."""
+        """One request, one answer. Raises `BenchmarkError` with the child's words if it fails, `PeerDiedError` with its
+        output if it dies."""
         stdin, stdout = self._pipes()
         try:
             stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
@@ -67,12 +85,10 @@ class ChildProcess:
         assert stdout is not None
         return stdin, stdout
 
-    def _died(self, op: str) -> BenchmarkError:
-        self._process.wait()
+    def _died(self, op: str) -> PeerDiedError:
+        status = self._process.wait()
         self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "it wrote nothing"
-        return BenchmarkError(f"{self.name} ended with status {self._process.returncode} at {op!r}: {last}")
+        return PeerDiedError(self.name, how_it_ended(op, status, self._log.read()))
 
     def close(self) -> None:
         """Ends the process: closes its stdin, and kills it if it has not exited ten seconds later."""

@@ -9,6 +9,7 @@ from typing import Any
 from runtime.bench.kernels.goals import Goal, verdict
 from runtime.bench.metrics import markdown_table
 from runtime.bench.peers.cpu_limits import RATES
+from runtime.bench.peers.ik_llama import NAME as IK_LLAMA
 from runtime.bench.peers.rounds import LLAMA, OURS, PEER_ENGINES, QUIET_SHARE
 from runtime.bench.peers.workloads import GGUF
 
@@ -36,7 +37,7 @@ class PeerGoal:
     def ratio(self, ratios: Mapping[str, float]) -> float | None:
         """The ratio to the goal's peer; None if that peer is missing."""
         if self.against == BETTER:
-            return min(ratios.values(), default=None)
+            return min((ratios[engine.name] for engine in PEER_ENGINES if engine.name in ratios), default=None)
         return ratios.get(self.against)
 
     def verdict(self, result: Mapping[str, Any]) -> str:
@@ -88,11 +89,13 @@ def host_row(key: str, value: float | None, **details: Any) -> dict[str, Any]:
     return {"workload": key, **asdict(goal), "value": value, "verdict": verdict, **details}
 
 
-_HEAD = ("workload", "weights", OURS, *(engine.name for engine in PEER_ENGINES), "ratio", "rounds", "must", "ahead")
+_PEERS = (*(engine.name for engine in PEER_ENGINES), IK_LLAMA)
+_HEAD = ("workload", "weights", OURS, *_PEERS, "ratio", "rounds", "must", "ahead")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The whole report. Rates are tokens per second, medians; an unavailable peer is "missing"."""
+    """The whole report. Rates are tokens per second, medians; an unavailable peer is "missing", one without such a file
+    a dash. The ratio is to the goal's peer, else to the fastest."""
     parts = []
     if report["results"]:
         parts.append(
@@ -104,6 +107,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     parts += [_burst(result) for result in report["results"] if result["measure"] == "burst"]
     parts += [_concurrent(result) for result in report["results"] if "one_after_another" in result]
     parts += [f"Refused: {each['workload']} ({each['dtype']}): {each['reason']}" for each in report["refused"]]
+    parts += [f"Left out of {each['model']} ({each['dtype']}): {each['reason']}" for each in report["died"]]
     parts += [_disturbed(each) for each in report["results"] if each["largest_others_share"] > QUIET_SHARE]
     parts += _notes(report)
     return "\n\n".join(parts)
@@ -139,7 +143,7 @@ def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
         result["name"],
         result["model"] if result["dtype"] == GGUF else result["dtype"],
         rate(OURS),
-        *(rate(engine.name) for engine in PEER_ENGINES),
+        *(rate(name) for name in _PEERS),
         "–" if ratio is None else f"{ratio:.2f}",
         rounds,
         must,
@@ -194,6 +198,10 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
             lowest = ", ".join(_rate(name, rate) for name, rate in limits["lowest"].items())
             notes.append(f"The limits were not steady, others used the machine: at worst {lowest}.")
     for name, groups in report["peers"].items():
+        if name == IK_LLAMA:
+            said = next(iter(groups.values()))
+            notes.append(f"{name} ({said['build']}), {said['threads']} threads; it tells times alone, not its answers.")
+            continue
         agreement = ", ".join(f"{each['logits_relative_error']:.1e} ({group})" for group, each in groups.items())
         said = next(iter(groups.values()))
         versions = ", ".join(

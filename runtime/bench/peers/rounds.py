@@ -142,10 +142,43 @@ class OurSide:
         return time.process_time()
 
 
-class PeerSide:
+class Peer:
+    """A side that is another engine, with settings of its own; `variant` is the current one."""
+
+    name: str
+    variants: list[str]
+    variant: str
+
+    def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
+        raise NotImplementedError
+
+    def processor_s(self) -> float:
+        raise NotImplementedError
+
+    def choose_variant(self, prompts: list[list[int]], workload: Workload) -> None:
+        """Chooses the peer's fastest variant: by one run each, then another of the best two.
+
+        The runs also warm it up.
+        """
+        best = dict.fromkeys(self.variants, 0.0)
+
+        def by_rate() -> list[str]:
+            return sorted(best, key=lambda variant: best[variant], reverse=True)
+
+        def try_out(variants: Sequence[str]) -> None:
+            for self.variant in variants:
+                best[self.variant] = max(best[self.variant], self.run(prompts, workload).rate(workload))
+
+        self.run(prompts, workload)
+        try_out(self.variants)
+        try_out(by_rate()[:2])
+        self.variant = by_rate()[0]
+
+
+class PeerSide(Peer):
     """A peer that has loaded the same folder, or GGUF file.
 
-    `variant` is its current setting; `logits_error` the error of its logits relative to ours, max|a - b| / max|b|.
+    `logits_error` is the error of its logits relative to ours, max|a - b| / max|b|.
     """
 
     def __init__(
@@ -180,25 +213,6 @@ class PeerSide:
 
     def processor_s(self) -> float:
         return float(self._child.ask("clock")["processor_s"])
-
-    def choose_variant(self, prompts: list[list[int]], workload: Workload) -> None:
-        """Chooses the peer's fastest variant: by one run each, then another of the best two.
-
-        The runs also warm it up.
-        """
-        best = dict.fromkeys(self.variants, 0.0)
-
-        def by_rate() -> list[str]:
-            return sorted(best, key=lambda variant: best[variant], reverse=True)
-
-        def try_out(variants: Sequence[str]) -> None:
-            for self.variant in variants:
-                best[self.variant] = max(best[self.variant], self.run(prompts, workload).rate(workload))
-
-        self.run(prompts, workload)
-        try_out(self.variants)
-        try_out(by_rate()[:2])
-        self.variant = by_rate()[0]
 
     def logits(self, token_ids: list[int], adapter: int | None = None) -> np.ndarray[Any, Any]:
         """Float32 `[num_tokens, vocab]`."""
@@ -250,7 +264,7 @@ def compare_logits(ours: OurSide, peer: PeerSide, length: int, dtype: str, seed:
 
 def measure_workload(
     ours: OurSide,
-    peers: Sequence[PeerSide],
+    peers: Sequence[Peer],
     workload: Workload,
     dtype: str,
     num_rounds: int,
@@ -258,7 +272,8 @@ def measure_workload(
     meter: LimitMeter,
     is_calm: bool = True,
 ) -> dict[str, Any]:
-    """Verifies and times one workload. Raises `BenchmarkError` if sides disagree or a waiting side was busy.
+    """Verifies and times one workload. Raises `BenchmarkError` if sides disagree or a waiting side was busy, and
+    `PeerDiedError`.
 
     Without `is_calm` rounds count whatever other processes do.
 
@@ -274,6 +289,8 @@ def measure_workload(
     for peer in peers:
         peer.choose_variant(prompts, workload)
         tokens = expected[peer.name] = peer.run(prompts, workload).token_ids
+        if not isinstance(peer, PeerSide):  # it tells times alone
+            continue
         what = f"{workload.name}, {peer.name}"
         check_outputs(tokens, workload.new_tokens, vocab_size, what)
         tolerance = _tie_tolerance(llm.logits(prompts[0]), peer.logits_error)

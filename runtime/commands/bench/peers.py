@@ -17,6 +17,7 @@ _bench_adapters = later("runtime.bench.peers.bench_adapters")
 _bench_encoders = later("runtime.bench.peers.bench_encoders")
 _bench_peers = later("runtime.bench.peers.bench_peers")
 _encoders = later("runtime.bench.peers.encoders")
+_ik_llama = later("runtime.bench.peers.ik_llama")
 _report = later("runtime.bench.peers.report")
 _sides = later("runtime.bench.peers.rounds")
 _workloads = later("runtime.bench.peers.workloads")
@@ -51,6 +52,10 @@ def peers(
     peers: PeersOption = None,
     peer_python: PeerPythonOption = None,
     llama_python: LlamaPythonOption = None,
+    ik_llama: Annotated[
+        Path | None,
+        typer.Option(help="A folder with ik_llama.cpp's llama-bench and llama-batched-bench, a side of its own."),
+    ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json of the tokenizer's rows; default: the bundled, not tiktoken's.")
     ] = None,
@@ -63,12 +68,15 @@ def peers(
 ) -> None:
     """Ours, llama.cpp and Hugging Face transformers in turns on GPT-2 124M's shape, and the host's work.
 
-    A peer without its Python is reported as missing. Status 1 if sides disagree.
+    ik_llama.cpp's own benchmarks take their turns with --ik-llama. A peer that dies is left out, with the reason; one
+    without its Python is reported as missing. Status 1 if sides disagree.
     """
     keys = (*(workload.key for workload in _workloads.WORKLOADS), *_workloads.HOST_WORK)
     chosen = _workloads.named("--workloads", workloads, keys, [key for key in keys if key not in _workloads.ON_REQUEST])
     chosen_dtypes = _workloads.named("--dtypes", dtypes, _workloads.DTYPES, _workloads.DTYPES)
     pythons = _pythons(peers, peer_python, llama_python)
+    if ik_llama is not None:
+        _ik_llama.check_folder(ik_llama)
     groups = _workloads.groups_of(
         [workload for workload in _workloads.WORKLOADS if workload.key in chosen], chosen_dtypes
     )
@@ -87,6 +95,7 @@ def peers(
         tokenizer=tokenizer,
         num_rounds=num_rounds,
         clock=clock,
+        ik_llama=ik_llama,
         kv_cache_bytes=kv_cache_bytes,
     )
     output.deliver(report, _report.markdown(report))

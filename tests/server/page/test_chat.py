@@ -180,8 +180,7 @@ def test_the_reader_is_not_pulled_down(browser: Browser, fake: Served) -> None:
             scroll.evaluate, "(e) => e.scrollTop > 300 && e.scrollHeight - e.scrollTop - e.clientHeight < 40"
         )
         wait_until(is_at_end)
-        page.locator("#scroll").hover()
-        page.mouse.wheel(0, -250)
+        scroll.press("PageUp")  # the mouse's wheel has no timeout
         expect(page.locator("#to-latest")).to_be_visible()
         place, height = scroll.evaluate("(e) => [e.scrollTop, e.scrollHeight]")
         wait_until(lambda: scroll.evaluate("(e) => e.scrollHeight") > height + 200)

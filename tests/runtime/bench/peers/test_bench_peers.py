@@ -25,6 +25,7 @@ from runtime.bench.peers import rounds as peer_rounds
 from runtime.bench.peers.bench_peers import bench_peers, failures, tokenizer_row
 from runtime.bench.peers.cpu_limits import CpuLimits, LimitMeter, ModelSize, limit_rate, open_meter
 from runtime.bench.peers.host_work import bench_load, bench_pack
+from runtime.bench.peers.ik_llama import check_folder
 from runtime.bench.peers.peer_llama import write_gguf
 from runtime.bench.peers.report import PEER_GOALS, host_row, markdown
 from runtime.bench.peers.rounds import LLAMA, PEER_ENGINES, TRANSFORMERS
@@ -35,6 +36,7 @@ from runtime.bench.peers.workloads import (
     GPT2,
     WORKLOADS,
     Gpt2Shape,
+    Group,
     Workload,
     gguf_groups,
     groups_of,
@@ -185,7 +187,6 @@ def test_both_peers_and_the_one_that_counts(tmp_path: Path, answers: Path) -> No
         ("logits[0, 0] = numpy.nan", "differ by nan"),
         ("logits += 0.5", r"differ by \d"),
         ("logits = logits[1:]", "of ours"),
-        ("raise SystemExit('no more')", "no more"),
     ],
 )
 def test_a_peer_that_disagrees_is_not_timed(tmp_path: Path, answers: Path, spoil: str, words: str) -> None:
@@ -212,6 +213,97 @@ def test_wrong_tokens_are_refused_and_the_rest_is_measured(tmp_path: Path, answe
     [refused] = report["refused"]
     assert refused["workload"] == "decode-1"
     assert "request 1 gave token" in refused["reason"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "num_left"),
+    [
+        ("raise SystemExit('no more')", "llama.cpp ended with status 1 at 'logits': no more", 0),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "llama.cpp ended by SIGILL at 'logits'", 0),
+        ("answers.popitem()", "llama.cpp ended with status 1 at 'generate': KeyError", 2),
+    ],
+)
+def test_a_peer_that_dies_is_left_out(tmp_path: Path, answers: Path, spoil: str, words: str, num_left: int) -> None:
+    """The last workload's answer is not there in the last case."""
+    peers = {LLAMA.name: tmp_path / "dies", TRANSFORMERS.name: tmp_path / "lives"}
+    for path in peers.values():
+        path.mkdir()
+    pythons = {name: fake_peer(path, answers, spoil if path.name == "dies" else "") for name, path in peers.items()}
+    report = measure(pythons)
+    assert report["refused"] == []
+    assert [LLAMA.name in result["sides"] for result in report["results"]] == [n < num_left for n in range(3)]
+    assert [LLAMA.name in result["missing"] for result in report["results"]] == [n >= num_left for n in range(3)]
+    assert all(TRANSFORMERS.name in result["sides"] for result in report["results"])
+    [died] = report["died"]
+    assert died["reason"].startswith(words)
+    assert f"Left out of {GPT2} (float32): {words}" in markdown(report)
+    assert sum(words in line for line in failures(report)) == 1
+
+
+FAKE_IK = """#!{python}
+import json, os, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+assert given["-m"].endswith(".gguf"), given
+if os.path.exists({stop!r}):
+    os.kill(os.getpid(), 4)
+slow = 1 if given["-fa"] == "1" else 3
+if sys.argv[0].endswith("llama-bench"):
+    tokens = int(given["-p"]) + int(given["-n"])
+    assert given["-o"] == "json" and given["-r"] == "1", given
+    times = [dict(build_commit="8337e4c", cpu_info="a processor", avg_ns=tokens * slow * 1000000)]
+    print("warming up")
+    print("[\\n" + json.dumps(times) [1:])
+else:
+    prompt, later, count = (int(given[name]) for name in ("-npp", "-ntg", "-npl"))
+    assert int(given["-c"]) == (prompt + later) * count, given
+    numbers = [prompt, later, count, 0, slow * 0.5, 0, slow * 0.25, 0, slow * 0.75, 0]
+    print("|    PP |     TG |", file=sys.stderr)
+    print("|-------|--------|", file=sys.stderr)
+    print("|" + " |".join(f"{{each:7}}" for each in numbers) + " |", file=sys.stderr)
+"""
+
+
+def fake_ik(folder: Path, stop: Path) -> Path:
+    """A folder with programs that write as ik_llama.cpp's do, a millisecond a token or three quarters of a second a
+    batch, three times that without flash attention; once `stop` exists, they die."""
+    folder.mkdir()
+    for name in ("llama-bench", "llama-batched-bench"):
+        (folder / name).write_text(FAKE_IK.format(python=sys.executable, stop=str(stop)))
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_ik_llama_tells_rates(tmp_path: Path, answers: Path) -> None:
+    write_gpt2_folder(tmp_path / "model", SHAPE)
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tmp_path / "model", file, "float32")
+    tiny = tuple(replace(each, model="tiny", dtypes=(GGUF,)) for each in (*TINY, replace(TINY[0], num_prompts=1)))
+    stop = tmp_path / "stop"
+    folder = fake_ik(tmp_path / "ik", stop)
+    report = bench_peers(
+        {}, [Group("tiny", GGUF, tiny, file)], num_rounds=1, meter=a_meter(), ik_llama=folder, say=lambda line: None
+    )
+    assert (report["refused"], report["died"]) == ([], [])
+    rates = [each["sides"]["ik_llama.cpp"]["median_tokens_per_second"] for each in report["results"]]
+    assert rates == [pytest.approx(rate) for rate in (2 * 3 / 0.25, 1000.0, 9 / 0.75, 1000.0)]
+    assert {each["variants"]["ik_llama.cpp"] for each in report["results"]} <= {"flash", "flash, repacked"}
+    said = {"build": "8337e4c", "processor": "a processor", "threads": peer_rounds.usable_cores()}
+    assert report["peers"]["ik_llama.cpp"] == {"tiny gguf": said}
+    text = markdown(report)
+    assert "ik_llama.cpp (8337e4c)" in text
+    assert "| 1,000.0 |" in text
+    stop.touch()
+    report = bench_peers({}, [Group("tiny", GGUF, tiny[:1], file)], num_rounds=1, meter=a_meter(), ik_llama=folder)
+    assert [list(each["sides"]) for each in report["results"]] == [["xserv"]]
+    assert "ik_llama.cpp ended by SIGILL at 'llama-bench'" in report["died"][0]["reason"]
+
+
+def test_ik_llama_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match=r"--ik-llama .*: llama-bench of ik_llama\.cpp is not there"):
+        check_folder(tmp_path)
+    check_folder(fake_ik(tmp_path / "ik", tmp_path / "stop"))
+    with pytest.raises(BenchmarkError, match="--clock processor"):
+        bench_peers({}, [], clock="processor", ik_llama=tmp_path)
 
 
 def test_sides_that_disturb_each_other_are_refused(
@@ -400,7 +492,14 @@ def test_tokenizer_rows() -> None:
     assert (alone["value"], alone["verdict"]) == (None, "unknown")
     prompt = tokenizer_row({"work": "a prompt", "unit": "us", "ours": {"median": 19.0}})
     assert (prompt["value"], prompt["verdict"]) == (19.0, "met")
-    report = {"results": [], "refused": [], "limits": None, "peers": {}, "host_results": [encode, alone, prompt]}
+    report = {
+        "results": [],
+        "refused": [],
+        "died": [],
+        "limits": None,
+        "peers": {},
+        "host_results": [encode, alone, prompt],
+    }
     assert markdown(report).count("| unknown |") == 1
     assert len(failures(report)) == 1
 
