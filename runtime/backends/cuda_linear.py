@@ -108,7 +108,7 @@ def takes_low_rank(x: Tensor, weight: GpuWeight, norm: RmsNorm | None, activatio
     if isinstance(weight, RowWeight):
         is_plain &= norm is None or weight.is_normed
     else:  # rows are normalised before
-        is_plain &= isinstance(weight, PackedWeight) and weight.order is None and rows <= NEVER_ROUNDED
+        is_plain &= isinstance(weight, PackedWeight) and (rows <= NEVER_ROUNDED or not weight.rounds_rows)
     if activation is None or not is_plain or not x.size or not width:
         return False
     ranks = slots.up.shape[2]
@@ -138,9 +138,9 @@ def _riding(
     num_slots, _, ranks = slots.up.shape
     between = Tensor.new((rows, ranks), float32, low_rank.x.device)
     return (
-        low_rank.adapters.address, slots.down.table_address, slots.up.table_address, slots.ranges.address,
-        0 if norm is None else norm.weight.address, between.address, zeros(gpu, 2), ranks, num_slots,
-        slots.ranges.shape[1], planned.num_shrinking,
+        low_rank.x.address, low_rank.adapters.address, slots.down.table_address, slots.up.table_address,
+        slots.ranges.address, 0 if norm is None else norm.weight.address, between.address, zeros(gpu, 2), ranks,
+        num_slots, slots.ranges.shape[1], planned.num_shrinking,
     ), between  # fmt: skip
 
 

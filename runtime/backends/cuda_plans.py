@@ -33,6 +33,8 @@ _plan_down = remembered(gather.plan_down)
 _plan_gate_up = remembered(gather.plan_gate_up)
 _plan_packed_down = remembered(packed_gather.plan_down)
 _plan_packed_gate_up = remembered(packed_gather.plan_gate_up)
+_ADAPTED = {"gemv_": gemm.gemv, "gemm_quantised_gemv_": gemm.quantised_gemv, "gemm_skinny_": gemm.skinny}
+"""Tiers that may take adapters, by how their kernels' names start."""
 _GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
 NEVER_ROUNDED = 16
 """Most rows that are multiplied without rounding: they take no longer than the weight's bytes."""
@@ -93,16 +95,29 @@ def plan(
     if is_gated and (weight.bias is not None or weight.tier == "cublas" or weight.num_segments):
         return Planned(None)
     planned = _choose(weight, product, machine, has_norm=has_norm)
-    name = "" if planned.launch is None else planned.launch.specialisation.name
-    for start, tier in (("gemv_", gemm.gemv), ("gemm_quantised_gemv_", gemm.quantised_gemv)):
-        if ranks and name.startswith(start) and tier.can_take_adapters(product, machine):
-            launch = tier.plan(product, machine, ranks)
-            shrinking = riding.shrinking_blocks(product.m, ranks, launch.block[1] * launch.block[2])
-            planned = replace(planned, launch=launch, num_shrinking=shrinking)
+    if ranks:
+        planned = _with_adapters(planned, product, machine, weight.tier, ranks)
     if planned.launch is None or not (product.epilogue.has_residual and product.epilogue.is_aligned):
         return planned
     columns = gemm.square_columns(planned.launch, product.n)
     return replace(planned, num_squares=product.n // columns) if columns else planned
+
+
+def _with_adapters(planned: Planned, product: gemm.Product, machine: Machine, tier: str, ranks: int) -> Planned:
+    """The plan with low-rank sums of so many ranks, if a tier can take them: the planned one, else `skinny`, since
+    launches of the adapters' own take longer than a slower product."""
+    if planned.launch is None or planned.rounding is not None or planned.dequantization is not None:
+        return planned
+    name, able = planned.launch.specialisation.name, [gemm.skinny] if tier == "auto" else []
+    for start, own in _ADAPTED.items():
+        if name.startswith(start):
+            able.insert(0, own)
+    for each in able:
+        if each.can_take_adapters(product, machine):
+            launch = each.plan(product, machine, ranks)
+            shrinking = riding.shrinking_blocks(product.m, ranks, launch.cluster[0])
+            return replace(planned, launch=launch, num_shrinking=shrinking)
+    return planned
 
 
 def _choose(weight: GpuWeight, product: gemm.Product, machine: Machine, *, has_norm: bool) -> Planned:

@@ -224,7 +224,7 @@ class StaticFacts:
             found.append(f"late: {machine.num_late_loads} of {machine.num_early_loads} early loads come after the wait")
         elif self.kernel.startswith(_READS_WEIGHTS_EARLY) and can_depend(self.arch) and not machine.reads_early:
             found.append("late: no weight is loaded before the wait")
-        if machine.num_device_fences and self.kernel.startswith("gemm"):
+        if machine.num_device_fences and self.kernel.startswith("gemm") and not self.kernel.endswith("_adapted"):
             found.append(f"fences: {machine.num_device_fences} of the whole device, in a product of clusters")
         if machine.num_swaps:
             found.append(f"swaps: {machine.num_swaps} atomics that are repeated until nobody comes between")

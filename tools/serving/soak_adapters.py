@@ -2,11 +2,13 @@
 
     python -m tools.serving.soak_adapters [--requests 10000] [--json FILE]               # a server, by HTTP
     python -m tools.serving.soak_adapters --device emulated:sm_90a [--requests 2000]     # an engine in this process
+    python -m tools.serving.soak_adapters --device dry:sm_90a [--requests 10000]         # on a GPU that computes nothing
 
 Names are loaded, unloaded, loaded again and, in place, with other content; each request asks for one of them. Every
 answer is compared with that of the content alone. Memory is read after the first tenth, and 18 times from then on: of
 a server, the resident bytes of both processes; of an engine, this process's, the number of Python objects, and what
-the device's allocator has given out. Each sample is printed, then the counts and, by least squares over the second
+the device's allocator has given out, reserved and pinned, the bytes of adapters' slots and writes to them, and free blocks of
+pages. A "dry" GPU runs no kernel, so nobody compares its answers; all else is as on another. Each sample is printed, then the counts and, by least squares over the second
 half of the samples, the growth for 1,000 requests. The exit status is 1 if an answer was stale."""
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ import psutil
 from models.checkpoints.safetensors_file import write_tensors
 from runtime.bench.environment import describe_machine
 from runtime.device.device import Device
+from runtime.device.driver import Driver, cuda_bindings
 from runtime.device.gpu import Gpu
+from runtime.device.kernel_cache import KernelList
+from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import engine_of
@@ -149,14 +154,26 @@ class OfEngine:
         gc.collect()
         held = {"rss": psutil.Process().memory_info().rss, "objects": len(gc.get_objects())}
         if self.device.kind != "cpu":
-            stats = Gpu.of(self.device).allocator.statistics
+            gpu = Gpu.of(self.device)
+            stats = gpu.allocator.statistics
             held |= {"device_allocated": stats.allocated_bytes, "device_reserved": stats.reserved_bytes}
+            held |= {"device_segments": stats.num_segments, "pinned": gpu.pinned.reserved_bytes}
+            adapters = self.engine.adapters
+            assert adapters is not None, "it serves adapters"
+            held |= {"adapter_bytes": adapters.maps.size_bytes, "slot_writes": adapters.num_writes}
+            held["free_blocks"] = self.engine.stats().num_free_blocks
         return held
 
 
 @contextmanager
 def opened(device: str, root: Path) -> Iterator[OfServer | OfEngine]:
-    """The subject on a device; "" is a server on the cpu."""
+    """The subject on a device; "" is a server on the cpu, "dry:ARCH" a GPU that computes nothing."""
+    kind, _, arch = device.partition(":")
+    if kind == "dry":
+        device = f"emulated:{arch}"
+        driver = Driver(DryDriver(arch), cuda_bindings("the kernels' compiler"), arch=arch)
+        driver.call("cuInit", 0)
+        Gpu(Device(device), driver, kernel_cache=KernelList()).install()
     if device:
         settings = EngineConfig(
             device=device, dtype="float32", max_model_len=64, max_num_seqs=4, block_size=8, num_blocks=80, seed=0,
@@ -177,7 +194,10 @@ def opened(device: str, root: Path) -> Iterator[OfServer | OfEngine]:
         yield OfServer(server, http, clients)
 
 
-def soak(subject: OfServer | OfEngine, folders: list[Path], count: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def soak(
+    subject: OfServer | OfEngine, folders: list[Path], count: int, tell: Callable[[str], None], *,
+    is_compared: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """Runs so many requests; returns the counts, the samples of memory and their slopes."""
     rng, begun_s = random.Random(0), time.perf_counter()
     expected: dict[Key, Any] = {}
@@ -185,7 +205,8 @@ def soak(subject: OfServer | OfEngine, folders: list[Path], count: int, tell: Ca
         subject.load(0, folder, is_known=content > 0)
         for prompt in range(len(PROMPTS)):
             expected[content, prompt] = subject.answers([(0, prompt)])[0]
-    assert len({str(each) for each in expected.values()}) > CONTENTS, "adapters change nothing"
+    if is_compared:
+        assert len({str(each) for each in expected.values()}) > CONTENTS, "adapters change nothing"
     known: dict[int, int] = {0: len(folders) - 1}
     num = {"loads": 0, "reloads": 0, "unloads": 0}
     samples: list[dict[str, int]] = []
@@ -222,7 +243,14 @@ def soak(subject: OfServer | OfEngine, folders: list[Path], count: int, tell: Ca
         if name != "requests"
     }
     took_s = round(time.perf_counter() - begun_s, 1)
-    return {"requests": done, **num, "stale": stale, "took_s": took_s, "per_1000_requests": slopes, "samples": samples}
+    return {
+        "requests": done,
+        **num,
+        "stale": stale if is_compared else None,
+        "took_s": took_s,
+        "per_1000_requests": slopes,
+        "samples": samples,
+    }
 
 
 def main() -> int:
@@ -234,7 +262,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         folders = write_adapters(Path(folder))
         with opened(options.device, Path(folder)) as subject:
-            found = soak(subject, folders, options.requests, lambda line: print(line, flush=True))
+            is_compared = not options.device.startswith("dry:")
+            found = soak(
+                subject, folders, options.requests, lambda line: print(line, flush=True), is_compared=is_compared
+            )
     result = {
         "command": " ".join(sys.argv),
         "device": options.device or "server",

@@ -1,13 +1,16 @@
 """Low-rank sums of adapters that ride on a product's launch: ``y[t] += up[a] (down[a] x[t]) + bias[a]``.
 
-The launch gets more blocks, in front, which *shrink*: each warp computes one number of ``between [m, R]``, float32, and
-each block then counts itself. The other blocks multiply, wait until all of these have counted, and *expand*: the lane
-that has an output's sum adds its low-rank sum, before a gate, a bias or a residual. A GPU starts blocks in the order of
-the grid, so all that shrink have started before one waits for them, and they wait for the previous grid alone. The last
-block of the grid sets the counters back to zero for the next launch. Rows whose adapter is -1 wait for nothing.
+The launch gets more blocks, in front, which *shrink*: each computes numbers of ``between [m, R]``, float32, and then
+counts itself. The other blocks multiply, wait until all of these have counted, and *expand*: the lane that has an
+output's sum adds its low-rank sum, before a gate, a bias or a residual. A GPU starts blocks in the order of the grid,
+so all that shrink have started before one waits for them, and they wait for the previous grid alone. The last block of
+the grid sets the counters back to zero for the next launch.
 
-A number of ``between`` is one chain in the order of K, an output's sum one in the order of ranks: a row has the same
-bits beside any others. Slots are those of `experts.low_rank`.
+A block that shrinks takes up to `rows` rows of one adapter and RANKS ranks at a time, so that it reads x and ``down``
+once for several numbers; its warps share K. Where more rows and ranks are wanted than blocks, it takes several in turn.
+
+A number of ``between`` is added up in an order of K alone, an output's sum in that of ranks: a row has the same bits
+beside any others. Slots are those of `experts.low_rank`.
 """
 
 from __future__ import annotations
@@ -22,82 +25,167 @@ from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import floats_loader, vector_loader
+from numba_kernels.cuda.intrinsics.math import divide_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import warp_sum
+from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, exchange, shuffle_index_b32, warp_sum
 
 COLUMNS = 1024  # of one entry of ``ranges``
-WARPS = 8  # of a block that shrinks
-_TURNS = 2  # of a warp's loads in flight: more would spill beside three blocks a multiprocessor
+MAX_ROWS = 32  # a lane each
+RANKS = 4  # of a block at a time: a divisor of `experts.low_rank.RANKS_MULTIPLE`
+_MOST_ROWS_AT_ONCE = 4
+_MOST_BLOCKS = 64
 _WIDTH = 8
 
-ARGUMENT_TYPES = (types.uint64,) * 7 + (types.uint32,) * 4
-"""After those of the product: adapters int32 [m]; the addresses of each slot's down [R, K], and in ``ups [2, S]`` of
-its up [N, R] and bias float32 [N] or 0; ``ranges [S, blocks, 2]`` uint32; the weights of the norm float32 [K], or 0;
-between; two counters, which are 0 before a launch and after it; R, S, blocks of ranges, and blocks that shrink."""
+ARGUMENT_TYPES = (types.uint64,) * 8 + (types.uint32,) * 4
+"""After those of the product: the rows [m, K] before any rounding or reordering; adapters int32 [m]; the addresses of
+each slot's down [R, K], and in ``ups [2, S]`` of its up [N, R] and bias float32 [N] or 0; ``ranges [S, blocks, 2]``
+uint32; the weights of the norm float32 [K], or 0; between; two counters, which are 0 before a launch and after it; R,
+S, blocks of ranges, and blocks that shrink."""
 
 _count_up = instruction("red.release.gpu.global.add.u32 [$0], $1;", "", "l r")
 _count_done = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "r", "l r")
 _load_count = instruction("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
 
 
-def shrinking_blocks(rows: int, ranks: int, warps: int = WARPS) -> int:
-    """The blocks of so many warps that shrink so many rows, for all ranks of a slot."""
-    return rows * -(-ranks // warps)
+def rows_at_once(rows: int) -> int:
+    """The rows of one adapter that a block shrinks together, where a product has so many rows."""
+    return next(count for count in (1, 2, _MOST_ROWS_AT_ONCE) if count >= min(rows, _MOST_ROWS_AT_ONCE))
+
+
+def shared_bytes(warps: int, rows: int) -> int:
+    """Static shared memory of `shrinker`."""
+    return warps * rows * (RANKS + 1) * 4
+
+
+def shrinking_blocks(rows: int, ranks: int, cluster: int = 1) -> int:
+    """The blocks that shrink so many rows, for all ranks of a slot: whole clusters."""
+    return -(-min(rows * -(-ranks // RANKS), _MOST_BLOCKS) // cluster) * cluster
 
 
 @functools.cache
-def shrinker(dtype: str, warps: int = WARPS) -> Any:
-    """A device function of one of these blocks, whose rows of 16 bits lie on 16-byte bounds."""
+def shrinker(dtype: str, warps: int, rows: int) -> Any:
+    """A device function of one of these blocks, whose rows of 16 bits lie on 16-byte bounds. It takes ``rows`` rows at
+    a time (`rows_at_once`)."""
     load, load_weights = vector_loader(dtype), floats_loader(_WIDTH)
+    turns = 2 if rows == 1 else 1  # of loads in flight
+    num_sums, span = rows * RANKS, uint32(warps * 32 * _WIDTH)  # elements of K that a block reads in a turn
+    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
 
     @device_function
-    def shrink(block, warp, lane, x, k, eps, riding):
-        adapters, downs, _, ranges, norm, between, counters, ranks, num_slots, num_ranges, _ = riding
-        values, factors = cuda.local.array((_TURNS, _WIDTH), float32), cuda.local.array((_TURNS, _WIDTH), float32)
+    def is_adapted(slot, rank, ranges, num_ranges):
+        """Whether an adapter has this rank."""
+        entry, index, found = ranges + uint64(slot) * uint64(num_ranges) * uint64(8), uint32(0), uint32(0)
+        while index < num_ranges:
+            if memory.load_b32(entry) <= rank and rank < memory.load_b32(entry + uint64(4)):
+                found = uint32(1)
+            entry += uint64(8)
+            index = uint32(index + uint32(1))
+        return found
+
+    @device_function
+    def add_products(sums, squares, places, down, position, k, row_bytes, norm):
+        """This lane's elements of K."""
+        values = cuda.local.array((rows, _WIDTH), float32)
+        while position < k:
+            for t in range(turns):
+                at = uint32(position + uint32(t) * span)
+                if at < k:
+                    for r in range(rows):
+                        vector = load(places[r] + uint64(at) * uint64(2))
+                        for e in range(_WIDTH):
+                            values[r, e] = vector[e]
+                    if norm != uint64(0):
+                        weights = load_weights(norm + uint64(at) * uint64(4))
+                        for r in range(rows):
+                            for e in range(_WIDTH):
+                                squares[r] += values[r, e] * values[r, e]
+                                values[r, e] *= weights[e]
+                    for i in range(RANKS):
+                        factors = load(down + uint64(i) * row_bytes + uint64(at) * uint64(2))
+                        for r in range(rows):
+                            for e in range(_WIDTH):
+                                sums[r * RANKS + i] += values[r, e] * factors[e]
+            position = uint32(position + uint32(turns) * span)
+
+    @device_function
+    def shrink(block, warp, lane, m, k, eps, riding):
+        x, adapters, downs, _, ranges, norm, between, counters, ranks, num_slots, num_ranges, num_blocks = riding
+        partial = cuda.shared.array((warps, num_sums), float32)
+        partial_squares = cuda.shared.array((warps, rows), float32)
+        places, members = cuda.local.array(rows, uint64), cuda.local.array(rows, uint32)
+        sums, squares = cuda.local.array(num_sums, float32), cuda.local.array(rows, float32)
         wait_for_previous_grid()
         launch_dependents()
-        blocks_a_row = uint32((ranks + uint32(warps - 1)) // uint32(warps))
-        row = uint32(block // blocks_a_row)
-        rank = uint32((block - row * blocks_a_row) * uint32(warps) + warp)
-        slot, is_needed = memory.load_b32(adapters + uint64(row) * uint64(4)), uint32(0)
-        if slot < num_slots:  # -1 is large
-            entry, index = ranges + uint64(slot) * uint64(num_ranges) * uint64(8), uint32(0)
-            while index < num_ranges:
-                if memory.load_b32(entry) <= rank and rank < memory.load_b32(entry + uint64(4)):
-                    is_needed = uint32(1)
-                entry += uint64(8)
-                index = uint32(index + uint32(1))
-        if is_needed != uint32(0):
-            first = uint32(lane * uint32(_WIDTH))
-            own = x + (uint64(row) * uint64(k) + uint64(first)) * uint64(2)
-            start = memory.load_b64(downs + uint64(slot) * uint64(8))
-            start += (uint64(rank) * uint64(k) + uint64(first)) * uint64(2)
-            total, squares = float32(0), float32(0)
-            while first < k:
-                for t in range(_TURNS):
-                    for e in range(_WIDTH):
-                        values[t, e], factors[t, e] = float32(0), float32(0)
-                    if first + uint32(t * 32 * _WIDTH) < k:
-                        vector, others = load(own + uint64(t * 64 * _WIDTH)), load(start + uint64(t * 64 * _WIDTH))
-                        for e in range(_WIDTH):
-                            values[t, e], factors[t, e] = vector[e], others[e]
-                for t in range(_TURNS):
-                    at = uint32(first + uint32(t * 32 * _WIDTH))
-                    if norm != uint64(0) and at < k:
-                        weights = load_weights(norm + uint64(at) * uint64(4))
-                        for e in range(_WIDTH):
-                            squares += values[t, e] * values[t, e]
-                            values[t, e] *= weights[e]
-                    for e in range(_WIDTH):
-                        total += values[t, e] * factors[t, e]
-                first = uint32(first + uint32(_TURNS * 32 * _WIDTH))
-                own += uint64(_TURNS * 64 * _WIDTH)
-                start += uint64(_TURNS * 64 * _WIDTH)
-            total = warp_sum(total)
-            if norm != uint64(0):
-                total = scale_element(total, norm_scale(warp_sum(squares), k, eps))
-            if lane == uint32(0):
-                memory.store_f32(between + (uint64(row) * uint64(ranks) + uint64(rank)) * uint64(4), total)
+        own, before, index = num_slots, uint32(0), uint32(0)
+        if lane < m:
+            own = memory.load_b32(adapters + uint64(lane) * uint64(4))
+        while index < m:  # earlier rows of the same adapter
+            if shuffle_index_b32(own, index) == own and index < lane:
+                before = uint32(before + uint32(1))
+            index = uint32(index + uint32(1))
+        leads = uint32(0)
+        if own < num_slots and before % uint32(rows) == uint32(0):  # -1 is large
+            leads = uint32(1)
+        leaders = ballot(leads)
+        number = count_b32(leaders & uint32((uint32(1) << lane) - uint32(1)))
+        quads, row_bytes = ranks // uint32(RANKS), uint64(k) * uint64(2)
+        item = block
+        while item < count_b32(leaders) * quads:
+            group = divide_u32(item, quads)
+            rank = uint32(uint32(item - group * quads) * uint32(RANKS))
+            chosen = uint32(0)
+            if leads != uint32(0) and number == group:
+                chosen = uint32(1)
+            leader = count_b32(ballot(chosen) - uint32(1))
+            slot, first = shuffle_index_b32(own, leader), shuffle_index_b32(before, leader)
+            for r in range(rows):
+                chosen = uint32(0)
+                if own == slot and before == uint32(first + uint32(r)):
+                    chosen = uint32(1)
+                found = ballot(chosen)
+                members[r] = m  # nobody
+                row = leader
+                if found != uint32(0):
+                    row = count_b32(found - uint32(1))
+                    members[r] = row
+                places[r] = x + uint64(row) * row_bytes
+                squares[r] = float32(0)
+                for i in range(RANKS):
+                    sums[r * RANKS + i] = float32(0)
+            if is_adapted(slot, rank, ranges, num_ranges) != uint32(0):
+                down = memory.load_b64(downs + uint64(slot) * uint64(8)) + uint64(rank) * row_bytes
+                position = uint32((warp * uint32(32) + lane) * uint32(_WIDTH))
+                add_products(sums, squares, places, down, position, k, row_bytes, norm)
+                exchange_16(sums, lane)
+                exchange_8(sums, lane)
+                exchange_4(sums, lane)
+                exchange_2(sums, lane)
+                exchange_1(sums, lane)
+                if lane < uint32(num_sums):
+                    partial[warp, lane] = sums[0]
+                if norm != uint64(0):
+                    for r in range(rows):
+                        total = warp_sum(squares[r])
+                        if lane == uint32(0):
+                            partial_squares[warp, r] = total
+                sync_block()
+                if warp == uint32(0) and lane < uint32(num_sums):
+                    inside, row, total, scale = lane // uint32(RANKS), uint32(0), float32(0), float32(1)
+                    for r in range(rows):
+                        if inside == uint32(r):
+                            row = members[r]
+                    for w in range(warps):
+                        total += partial[w, lane]
+                    if norm != uint64(0):
+                        squared = float32(0)
+                        for w in range(warps):
+                            squared += partial_squares[w, inside]
+                        scale = norm_scale(squared, k, eps)
+                    if row < m:
+                        at = uint64(row) * uint64(ranks) + uint64(rank + lane % uint32(RANKS))
+                        memory.store_f32(between + at * uint64(4), scale_element(total, scale))
+                sync_block()
+            item = uint32(item + num_blocks)
         sync_block()
         if warp == uint32(0) and lane == uint32(0):
             _count_up(counters, uint32(1))
@@ -105,15 +193,26 @@ def shrinker(dtype: str, warps: int = WARPS) -> Any:
     return shrink
 
 
+@device_function
+def wait_for_shrinking(riding):
+    """Waits until `shrinker`'s blocks have counted themselves; each thread that expands calls it before."""
+    counters, shrinking = riding[7], riding[11]
+    while _load_count(counters) < shrinking:
+        pass
+
+
 @functools.cache
-def expander(dtype: str) -> Any:
-    """A device function ``(row, column, riding) -> the low-rank sum`` of one lane; it waits for `shrinker`'s blocks."""
+def expander(dtype: str, columns: int = 1) -> Any:
+    """A device function ``(row, column, riding) -> the low-rank sums`` of neighbouring columns, 1 or 4, which lie in
+    the same entry of ``ranges``: a number, or a tuple."""
     load = vector_loader(dtype)
 
     @device_function
-    def expand(row, column, riding):
-        adapters, _, ups, ranges, _, between, counters, ranks, num_slots, num_ranges, shrinking = riding
-        slot, total = memory.load_b32(adapters + uint64(row) * uint64(4)), float32(0)
+    def expand_all(totals, row, column, riding):
+        _, adapters, _, ups, ranges, _, between, _, ranks, num_slots, num_ranges, _ = riding
+        slot = memory.load_b32(adapters + uint64(row) * uint64(4))
+        for c in range(columns):
+            totals[c] = float32(0)
         if slot < num_slots:
             entry = ranges + (uint64(slot) * uint64(num_ranges) + uint64(column // uint32(COLUMNS))) * uint64(8)
             rank, end = memory.load_b32(entry), memory.load_b32(entry + uint64(4))
@@ -121,23 +220,38 @@ def expander(dtype: str) -> Any:
             bias = memory.load_b64(ups + uint64(slot + num_slots) * uint64(8))
             up += (uint64(column) * uint64(ranks) + uint64(rank)) * uint64(2)
             place = between + (uint64(row) * uint64(ranks) + uint64(rank)) * uint64(4)
-            while _load_count(counters) < shrinking:
-                pass
             while rank < end:
-                factors = load(up)
                 a, b = memory.load_4xf32(place), memory.load_4xf32(place + uint64(16))
-                for e in range(4):
-                    total += a[e] * factors[e]
-                for e in range(4):
-                    total += b[e] * factors[e + 4]
+                for c in range(columns):
+                    factors = load(up + uint64(c) * uint64(ranks) * uint64(2))
+                    for e in range(4):
+                        totals[c] += a[e] * factors[e]
+                    for e in range(4):
+                        totals[c] += b[e] * factors[e + 4]
                 up += uint64(16)
                 place += uint64(32)
                 rank = uint32(rank + uint32(8))
             if bias != uint64(0):
-                total += memory.load_f32(bias + uint64(column) * uint64(4))
-        return total
+                for c in range(columns):
+                    totals[c] += memory.load_f32(bias + uint64(column + uint32(c)) * uint64(4))
 
-    return expand
+    if columns == 1:
+
+        @device_function
+        def expand(row, column, riding):
+            totals = cuda.local.array(1, float32)
+            expand_all(totals, row, column, riding)
+            return totals[0]
+
+        return expand
+
+    @device_function
+    def expand_quad(row, column, riding):
+        totals = cuda.local.array(4, float32)
+        expand_all(totals, row, column, riding)
+        return totals[0], totals[1], totals[2], totals[3]
+
+    return expand_quad
 
 
 @device_function

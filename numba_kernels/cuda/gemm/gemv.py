@@ -114,7 +114,7 @@ def _kernel(
         return load_turn
 
     load_first_turn, load_turn = turn_loader(load_early), turn_loader(load_later)
-    shrink = riding.shrinker(dtype) if takes_adapters else None
+    shrink = riding.shrinker(dtype, BLOCK_WARPS, rows) if takes_adapters else None
     expand = riding.expander(dtype) if takes_adapters else None
 
     @device_function
@@ -228,6 +228,7 @@ def _kernel(
             inside = lane % uint32(columns)
             column = first_column + inside
             if takes_adapters:
+                riding.wait_for_shrinking(added)
                 own = uint32(first_column + inside % uint32(out_columns))
                 if lane < uint32(num_sums) and row < m and own < n:
                     if inside >= uint32(out_columns):
@@ -253,14 +254,14 @@ def _kernel(
         )  # fmt: skip
 
     def adapted_gemv(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, adapters, downs, ups,
-        ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
+        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
     ):  # fmt: skip
         block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        added = adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
+        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
         if block < shrinking:
-            shrink(block, warp, lane, x, k, eps, added)
+            shrink(block, warp, lane, m, k, eps, added)
         else:
             multiply(
                 uint32(block - shrinking), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts,

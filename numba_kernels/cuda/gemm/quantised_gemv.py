@@ -62,7 +62,6 @@ _SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + BLOCK_WARPS * 4 + 4  # of a row, in s
 NUM_ROWS = (1, 2, 4)  # of x, that a kernel is made for
 _TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a"), ("e2m1", 2): ("sm_80",)}
 """Architectures where kernels of an element and so many rows spill."""
-_ADAPTED = ("u4", "e4m3")  # elements whose kernels with adapters were examined
 
 
 @functools.cache
@@ -84,7 +83,7 @@ def _kernel(
     slot_elements, is_gated, num_rows, num_sums = packing.slot, activation != "", rows, 2 * rows
     number_bytes = reader.factors.planes * reader.factors.plane_bytes  # of x, as it is staged
     gated = GATED[activation] if is_gated else None
-    shrink = riding.shrinker(DTYPE, BLOCK_WARPS) if takes_adapters else None
+    shrink = riding.shrinker(DTYPE, BLOCK_WARPS, rows) if takes_adapters else None
     expand = riding.expander(DTYPE) if takes_adapters else None
 
     @device_function
@@ -188,6 +187,8 @@ def _kernel(
                     partial[turn, warp, r, uint32((lane >> uint32(2)) + uint32(8))] = sums[2 * r + 1]
             sync_block()
             if stream == uint32(0) and team < columns_teams:  # whole warps, which add squares
+                if takes_adapters:
+                    riding.wait_for_shrinking(added)
                 own = lane & uint32(ROWS - 1)
                 column = uint32(tile * uint32(ROWS) + own)
                 for r in range(num_rows):
@@ -226,14 +227,14 @@ def _kernel(
         )  # fmt: skip
 
     def adapted_gemm(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, adapters, downs, ups,
-        ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
+        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
     ):  # fmt: skip
         block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        added = adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
+        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
         if block < shrinking:
-            shrink(block, warp, lane, x, k, eps, added)
+            shrink(block, warp, lane, m, k, eps, added)
         else:
             multiply_blocks(
                 uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
@@ -338,10 +339,10 @@ def ring_of(packing: Packing, machine: Machine, k: int, rows: int) -> tuple[int,
 
 def can_take_adapters(product: Product, machine: Machine) -> bool:
     """Whether low-rank sums (`riding`) can ride on a product's launch: where no kernel spills."""
-    packing = packing_of(product.weight)
-    has_registers = product.m == 1 or machine.arch == "sm_90a"
-    is_examined = packing is not None and packing.element in _ADAPTED and has_registers
-    return is_examined and product.out == product.x and not why_not(product, machine)
+    if why_not(product, machine) or product.out != product.x or (product.m > 1 and machine.arch != "sm_90a"):
+        return False
+    static_bytes = riding.shared_bytes(BLOCK_WARPS, _rows_of(product)) + _rows_of(product) * _SUMS_BYTES
+    return _rows_bytes(product) + static_bytes <= _SHARED_BYTES.get(machine.arch, _LEAST_SHARED_BYTES)
 
 
 def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
@@ -364,7 +365,7 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     kernel = _kernel(
         product.weight, product.out, activation, has_turns=turns > 1, rows=_rows_of(product), takes_adapters=ranks > 0
     )
-    shrinking = riding.shrinking_blocks(product.m, ranks, BLOCK_WARPS)
+    shrinking = riding.shrinking_blocks(product.m, ranks)
     return Launch(
         kernel, (-(-blocks // turns) + shrinking, 1, 1), (32, BLOCK_WARPS // num_teams, num_teams), _rows_bytes(product)
     )

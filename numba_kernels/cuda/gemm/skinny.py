@@ -31,6 +31,8 @@ rows on. Where blocks form clusters (sm_90 on), those of a cluster share K inste
 and a part of the streams, reads that part of x alone, and finishes some of the elements, whose sums it adds over the
 blocks. The streams and the order of their sums are the same, and so are the bits.
 
+Low-rank sums of adapters may ride on the launch (`riding`), of up to `riding.MAX_ROWS` rows in a block.
+
 Threads: x lanes, y streams, z teams of columns.
 """
 
@@ -42,6 +44,7 @@ from typing import Any
 
 from numba import cuda, types
 
+from numba_kernels.cuda.adapters import riding
 from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     DTYPE_PAIRS,
@@ -69,6 +72,7 @@ from numba_kernels.cuda.gemm.skinny_shape import (
     has_clusters,
     seconds_of,
     settler,
+    shapes,
     shared_bytes,
     steps_together,
     weight_first,
@@ -120,14 +124,20 @@ def _sum_of(at, block):
     return cluster.load_f32(cluster.address_in(at, block))
 
 
+@device_function
+def add_quads(a, b):
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
 _LOADERS, _LOADERS_IN_CLUSTER = (_own_quad, _own_sum), (_quad_of, _sum_of)
 """``(shared address, block of the cluster)`` -> 4 numbers, or one."""
 
 
 @functools.cache
 def _kernel(
-    dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "", has_clusters: bool = False
-) -> Specialisation:
+    dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "", has_clusters: bool = False,
+    takes_adapters: bool = False,
+) -> Specialisation:  # fmt: skip
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
     is_gated, is_packed, packing = activation != "", weight != dtype, packing_of(weight)
@@ -163,6 +173,8 @@ def _kernel(
     if packing is not None and row_tiles == 4:
         steps_apart = (1, 2, 3) if packing.element == "e2m1" else (2,)
     copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
+    shrink = riding.shrinker(dtype, BLOCK_WARPS, riding.rows_at_once(block_rows)) if takes_adapters else None
+    expand, expand_quad = (riding.expander(dtype, count) for count in (1, 4)) if takes_adapters else (None, None)
 
     def copier(first_step: int) -> Any:
         """Copies x of steps that are waited for together, of the group or after it."""
@@ -268,12 +280,15 @@ def _kernel(
             block, index = uint32(block + uint32(1)), uint32(0)
         return total
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply_block(
+        column_block, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+    ):  # fmt: skip
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(SCALES_BYTES))
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         num_streams, num_teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
-        column_block, block, num_blocks, of_all = uint32(cuda.blockIdx.x), uint32(0), uint32(1), rank
+        block, num_blocks, of_all = uint32(0), uint32(1), rank
         if has_clusters:
             block, num_blocks = cluster.rank(), cluster.size()
             column_block = divide_u32(column_block, num_blocks)
@@ -356,6 +371,8 @@ def _kernel(
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
         sync_block()
         store_sums(uint32(shared + (team * num_streams + rank) * uint32(sums_bytes)), sums, g, t)
+        if takes_adapters:
+            riding.wait_for_shrinking(added)
         if has_clusters:
             cluster.release_shared()
             cluster.arrive_relaxed()
@@ -385,17 +402,27 @@ def _kernel(
                     if is_gated:
                         ups = sum_quads(at_up, num_streams, num_blocks)
                         ups = scale_columns(ups, weight, n, k, uint32(column + n))
+                        if takes_adapters:
+                            values = add_quads(scale_quad(values, scale), expand_quad(row, column, added))
+                            ups = add_quads(scale_quad(ups, scale), expand_quad(row, uint32(column + n), added))
+                            scale = float32(1.0)
                         values = gate_quad(values, ups, scale)
                     else:
                         values = scale_quad(values, scale)
+                        if takes_adapters:
+                            values = add_quads(values, expand_quad(row, column, added))
                     total = finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
                 else:
                     value = scale_column(sum_elements(at, num_streams, num_blocks), weight, n, k, column)
                     value = scale_element(value, scale)
+                    if takes_adapters:
+                        value += expand(row, column, added)
                     if is_gated:
                         up = sum_elements(at_up, num_streams, num_blocks)
-                        up = scale_column(up, weight, n, k, uint32(column + n))
-                        value = gated(value, scale_element(up, scale))
+                        up = scale_element(scale_column(up, weight, n, k, uint32(column + n)), scale)
+                        if takes_adapters:
+                            up += expand(row, uint32(column + n), added)
+                        value = gated(value, up)
                     finish(bias, bias_is_f32, residual, out, n, row, column, value)
             if not is_gated and squares != uint64(0):
                 for i in range(3):  # 8 lanes have 32 columns
@@ -409,6 +436,29 @@ def _kernel(
             cluster.arrive_relaxed()
             cluster.wait()
 
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        multiply_block(
+            uint32(cuda.blockIdx.x), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
+            squares, (),
+        )  # fmt: skip
+
+    def adapted_gemm(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
+        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+    ):  # fmt: skip
+        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
+        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
+        if block < shrinking:
+            shrink(block, warp, lane, m, k, eps, added)
+        else:
+            multiply_block(
+                uint32(block - shrinking), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts,
+                eps, squares, added,
+            )  # fmt: skip
+        is_first_thread = lane == uint32(0) and warp == uint32(0)
+        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
+
     factors = dtype if packing is None else f"{weight}_{dtype}"
     # Registers of two blocks: those that were examined. Without clusters ptxas of sm_80 finds some short.
     has_few_registers = packing is None or (
@@ -416,12 +466,12 @@ def _kernel(
     )
     return Specialisation(
         name=f"gemm_skinny_{factors}_{out_dtype}_{16 * row_tiles}{'_c' * has_clusters}"
-        f"{'_' if is_gated else ''}{activation}",
-        kernel=cuda.jit(gemm),
-        argument_types=ARGUMENT_TYPES,
+        f"{'_' if is_gated else ''}{activation}{'_adapted' * takes_adapters}",
+        kernel=cuda.jit(adapted_gemm if takes_adapters else gemm),
+        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 and has_few_registers else 1,
-        spills_on=SPILLS_ON if (weight, row_tiles) in SPILLING else (),
+        spills_on=SPILLS_ON if takes_adapters or (weight, row_tiles) in SPILLING else (),
         min_capability=90 if has_clusters else 80,
         replaced_from=90 if packing is not None and not has_clusters else 0,
         constants={
@@ -455,12 +505,28 @@ def seconds(product: Product, machine: Machine) -> float:
     return seconds_of(product, machine, choose(product, machine))
 
 
-def plan(product: Product, machine: Machine) -> Launch:
-    """A launch for a product that it can compute and that is not empty."""
-    return plan_shape(product, machine, choose(product, machine))
+def can_take_adapters(product: Product, machine: Machine) -> bool:
+    """Whether low-rank sums (`riding`) can ride on a product's launch. Exact products take them apart, by the same
+    kernel for any number of rows."""
+    if why_not(product, machine) or product.exact or product.out != product.x or product.m > riding.MAX_ROWS:
+        return False
+    return machine.arch not in SPILLS_ON and bool(_shapes_with_adapters(product, machine))
 
 
-def plan_shape(product: Product, machine: Machine, shape: Shape) -> Launch:
+def _shapes_with_adapters(product: Product, machine: Machine) -> list[Shape]:
+    """Shapes of which a block has all rows."""
+    return [shape for shape in shapes(product, machine) if shape.row_blocks(product) == 1]
+
+
+def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
+    """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
+    shape = choose(product, machine)
+    if ranks and shape.row_blocks(product) > 1:
+        shape = min(_shapes_with_adapters(product, machine), key=functools.partial(seconds_of, product, machine))
+    return plan_shape(product, machine, shape, ranks)
+
+
+def plan_shape(product: Product, machine: Machine, shape: Shape, ranks: int = 0) -> Launch:
     """The same with blocks of such a shape.
 
     Two blocks of 16 rows fit on a multiprocessor. If they started before the previous kernel has ended, two would share
@@ -468,9 +534,12 @@ def plan_shape(product: Product, machine: Machine, shape: Shape) -> Launch:
     kernel starts before the previous one has ended (docs/measurements, 2026-11-26, the evening).
     """
     is_clustered, num_streams = has_clusters(product, machine), shape.num_streams // shape.num_blocks
-    kernel = _kernel(product.x, product.weight, product.out, shape.row_tiles, product.epilogue.activation, is_clustered)
+    kernel = _kernel(
+        product.x, product.weight, product.out, shape.row_tiles, product.epilogue.activation, is_clustered, ranks > 0
+    )
+    shrinking = riding.shrinking_blocks(product.m, ranks, shape.num_blocks)
     return Launch(
-        kernel, (shape.columns(product) * shape.num_blocks, shape.row_blocks(product), 1),
+        kernel, (shape.columns(product) * shape.num_blocks + shrinking, shape.row_blocks(product), 1),
         (32, num_streams, BLOCK_WARPS // num_streams),
         shared_bytes=shared_bytes(product.weight, shape.row_tiles, num_streams, has_clusters=is_clustered),
         cluster=(shape.num_blocks, 1, 1), starts_late=shape.row_tiles == 1,

@@ -249,6 +249,7 @@ def _rope_of(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: bool) -> None:
     """As `set_gguf_parameters` of the converter's classes."""
     kind, head_dim = config["model_type"], _head_dim(config)
+    assert config.get("query_pre_attn_scalar", head_dim) == head_dim, "files have no query_pre_attn_scalar"
     rope, sliding = _rope_of(config)
     rotary_dim = config.get("qk_rope_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1))
     writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
@@ -293,6 +294,8 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if kind == "gemma3_text":
         writer.add_rope_freq_base_swa(sliding["rope_theta"])
+        if config.get("final_logit_softcapping"):
+            writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if kind in DELTA_RULE:
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from models.quantized.on_load import ROUNDINGS
+from models.quantized.on_load import HEAD, ROUNDINGS
 from runtime import ops
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float32
@@ -18,6 +19,7 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantise import quantise
+from runtime.linear.quantized import QuantizedMatrix
 from runtime.tensor.tensor import Tensor
 
 BF16 = ml_dtypes.bfloat16
@@ -28,10 +30,30 @@ def _rounded(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.nd
     return (rng.standard_normal(shape) * scale).astype(BF16)
 
 
+def quantised(kind: str, matrix: np.ndarray[Any, Any]) -> QuantizedMatrix:
+    """A matrix rounded by a kind of `ROUNDINGS`, to int8, or to int4 with zeros or in an order of its own."""
+    if kind == "int8":
+        return quantise(matrix, HEAD)
+    plain = quantise(matrix, ROUNDINGS.get(kind, ROUNDINGS["int4"]))
+    rng = np.random.default_rng(1)
+    if kind == "zeros":
+        zeros = rng.integers(6, 11, plain.scales.shape, np.uint8)
+        return replace(plain, layout=replace(plain.layout, has_zeros=True), zeros=zeros)
+    if kind == "order":
+        order = rng.permutation(matrix.shape[1]).astype(np.int32)
+        return replace(plain, layout=replace(plain.layout, has_order=True), order=order)
+    return plain
+
+
 _EXHAUSTIVE = [
     ("sm_90a", "", True, "silu", 2), ("sm_80", "", False, "", 2), ("sm_80", "", True, "silu", 2),
     ("sm_90a", "int4", False, "", 4), ("sm_90a", "fp8", False, "", 2), ("sm_90a", "fp8", False, "silu", 4),
     ("sm_80", "int4", False, "silu", 1), ("sm_80", "fp8", False, "", 1),
+    ("sm_90a", "int8", False, "", 1), ("sm_90a", "mxfp4", False, "silu", 1), ("sm_90a", "mxfp4", False, "", 4),
+    ("sm_90a", "zeros", False, "silu", 1), ("sm_90a", "zeros", False, "", 32), ("sm_90a", "order", False, "", 2),
+    ("sm_90a", "order", False, "silu", 8), ("sm_90a", "", True, "", 3), ("sm_90a", "", True, "silu", 32),
+    ("sm_90a", "int4", False, "silu", 32), ("sm_90a", "int8", False, "", 16), ("sm_90a", "fp8", False, "silu", 8),
+    ("sm_90a", "mxfp4", False, "", 24), ("sm_80", "", False, "", 20), ("sm_80", "int4", False, "silu", 8),
 ]  # fmt: skip
 
 
@@ -43,7 +65,7 @@ _EXHAUSTIVE = [
     ],
 )  # fmt: skip
 def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: str, num_rows: int) -> None:
-    """Products of 16-bit and of packed weights, with their adapters; sm_80 takes one row of packed ones."""
+    """Products of 16-bit and of packed weights, by `gemv`, `quantised_gemv` and `skinny`."""
     rng, device, width = np.random.default_rng(0), Device.parse(f"emulated:{arch}"), sum(HEIGHTS)
 
     def placed(array: np.ndarray[Any, Any]) -> Tensor:
@@ -59,7 +81,7 @@ def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: s
     weights = rng.uniform(0.5, 1.5, DEPTH).astype(np.float32)
     norm = RmsNorm(placed(weights), 1e-6, 1.0) if is_normed else None
     if rounding:
-        rounded = quantise(matrix.astype(np.float32), ROUNDINGS[rounding])
+        rounded = quantised(rounding, matrix.astype(np.float32))
         weight: Any = prepare_packed([MatrixPart(rounded, slice(None), slice(None))], None, options, None)
         matrix = rounded.dequantise(float32)
     else:
@@ -95,7 +117,7 @@ def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: s
         return out.to("cpu").numpy()
 
     product = given @ matrix.T.astype(np.float64)
-    for ids in ([0, 1, 2, 1][:num_rows], [2, -1, -1, 0][:num_rows]):
+    for ids in (([0, 1, 2, 1] * 8)[:num_rows], ([2, -1, -1, 0] * 8)[:num_rows]):
         out, wanted = found(ids), product.copy()
         for row, slot in enumerate(ids):
             if slot >= 0:
@@ -106,5 +128,8 @@ def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: s
         else:
             wanted += residual.astype(np.float64)
         assert np.abs(out.astype(np.float64) - wanted).max() <= 6e-3 * np.abs(wanted).max()
-    for others in ([1], [-1]) if num_rows > 1 else ():
-        np.testing.assert_array_equal(found([0])[0], found([0, *others])[0])
+    alike = [count for count in ((1, 2), (3, 4), (3, 16), (17, 32)) if count[1] <= num_rows]  # by the same kernel
+    for few, many in alike[-1:]:
+        ids = [0, 0, 2, *[1] * (few - 3)][:few]
+        for others in ([1, 0] * 16, [-1] * 32):
+            np.testing.assert_array_equal(found(ids), found([*ids, *others][:many])[:few])

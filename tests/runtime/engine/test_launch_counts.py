@@ -249,10 +249,21 @@ def test_adapters_of_one_sequence_take_no_launch() -> None:
     assert sum(name.endswith("_adapted") for name in adapted) == 4, adapted
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
-@pytest.mark.parametrize("num_seqs", [1, 4])
-def test_adapters_of_packed_weights_take_no_launch(quantization: str, num_seqs: int) -> None:
-    """A step of one and of four sequences, whose products `quantised_gemv` computes."""
+_SLOW = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("quantization", "num_seqs"),
+    [
+        ("int4", 1), ("fp8", 4), ("int4", 32), ("none", 8), pytest.param("none", 3, marks=_SLOW),
+        pytest.param("none", 32, marks=_SLOW), pytest.param("int4", 4, marks=_SLOW),
+        pytest.param("int4", 8, marks=_SLOW), pytest.param("fp8", 1, marks=_SLOW), pytest.param("fp8", 8, marks=_SLOW),
+        pytest.param("fp8", 32, marks=_SLOW), pytest.param("int8", 16, marks=_SLOW), pytest.param("mxfp4", 1, marks=_SLOW),
+        pytest.param("mxfp4", 16, marks=_SLOW),
+    ],
+)  # fmt: skip
+def test_adapters_of_batches_take_no_launch(quantization: str, num_seqs: int) -> None:
+    """Steps of up to 32 sequences, whose products `quantised_gemv` and `skinny` compute."""
     config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
     plain = kernels_of_a_decode_layer(config, num_seqs=num_seqs, quantization=quantization)
     adapted = kernels_of_a_decode_layer(config, num_seqs=num_seqs, has_adapters=True, quantization=quantization)
@@ -260,7 +271,7 @@ def test_adapters_of_packed_weights_take_no_launch(quantization: str, num_seqs: 
     assert sum(name.endswith("_adapted") for name in adapted) == 4, adapted
 
 
-@pytest.mark.parametrize("num_seqs", [8])
+@pytest.mark.parametrize("num_seqs", [40])
 def test_adapters_take_a_launch_a_map(num_seqs: int) -> None:
     """And one more for the gate, which is applied after the adapters of gate and up; no norm is a launch of its own."""
     config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}

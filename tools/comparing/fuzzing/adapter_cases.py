@@ -45,6 +45,8 @@ def draw_stored(rng: random.Random, family: str, emulated: list[str], *, is_smal
             case["fields"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
         if family in ("qwen3", "gemma3"):  # nor layers of any kind
             case["fields"].pop("layer_types", None)
+        if "query_pre_attn_scalar" in case["fields"]:  # which llama.cpp and we derive from the sizes
+            case["fields"]["query_pre_attn_scalar"] = case["fields"]["head_dim"]
     case["stored"] = stored
     for run in case["runs"]:
         run["dtype"] = case["dtype"]
