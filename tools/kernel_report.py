@@ -6,10 +6,11 @@ emulator.
 
 Prints a page of tables, of all kernels or of some; `--ladders` updates kernel-counts.md. With `--check` it
 lists forbidden properties, and exits with 1 if there are any: spills, local memory, ptxas's remarks C75xx, float64,
-early loads that ptxas has moved after the wait for the previous grid, device-wide fences in a product of clusters (but for
-the counters of adapters), compare-and-swap loops, device memory accesses that should be coalesced with less than 95 % of each sector used, more
-than 1.05 times the minimum traffic of a product's or attention's tiling, less than 95 % of their arithmetic on tensor
-cores if meant for these, and bank conflicts in a loop. `EXCEPTIONS` lists the allowed ones.
+early loads that ptxas has moved after the wait for the previous grid, device-wide fences in a product of clusters (but
+for the counters of adapters), compare-and-swap loops, device memory accesses that should be coalesced with less than
+95 % of each sector used, more than 1.05 times the minimum traffic of a product's or attention's tiling, less than 95 %
+of their arithmetic on tensor cores if meant for these, and bank conflicts in a loop. `EXCEPTIONS` lists the allowed
+ones.
 """
 
 from __future__ import annotations

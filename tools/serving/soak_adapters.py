@@ -2,14 +2,15 @@
 
     python -m tools.serving.soak_adapters [--requests 10000] [--json FILE]               # a server, by HTTP
     python -m tools.serving.soak_adapters --device emulated:sm_90a [--requests 2000]     # an engine in this process
-    python -m tools.serving.soak_adapters --device dry:sm_90a [--requests 10000]         # on a GPU that computes nothing
+    python -m tools.serving.soak_adapters --device dry:sm_90a [--requests 10000]         # on a GPU without kernels
 
 Names are loaded, unloaded, loaded again and, in place, with other content; each request asks for one of them. Every
-answer is compared with that of the content alone. Memory is read after the first tenth, and 18 times from then on: of
-a server, the resident bytes of both processes; of an engine, this process's, the number of Python objects, and what
-the device's allocator has given out, reserved and pinned, the bytes of adapters' slots and writes to them, and free blocks of
-pages. A "dry" GPU runs no kernel, so nobody compares its answers; all else is as on another. Each sample is printed, then the counts and, by least squares over the second
-half of the samples, the growth for 1,000 requests. The exit status is 1 if an answer was stale."""
+answer is compared with that of the content alone, but on a "dry" GPU, which runs no kernel. Memory is read after the
+first tenth, and 18 times from then on: of a server, the resident bytes of both processes; of an engine, this
+process's, the number of Python objects, what the device's allocator has given out, reserved and pinned, the bytes of
+adapters' slots, the writes to them, and the free blocks of pages. Each sample is printed, then the counts and, by least
+squares over the second half of the samples, the growth for 1,000 requests. The exit status is 1 if an answer was
+stale."""
 
 from __future__ import annotations
 

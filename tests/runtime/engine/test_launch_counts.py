@@ -258,8 +258,8 @@ _SLOW = pytest.mark.exhaustive
         ("int4", 1), ("fp8", 4), ("int4", 32), ("none", 8), pytest.param("none", 3, marks=_SLOW),
         pytest.param("none", 32, marks=_SLOW), pytest.param("int4", 4, marks=_SLOW),
         pytest.param("int4", 8, marks=_SLOW), pytest.param("fp8", 1, marks=_SLOW), pytest.param("fp8", 8, marks=_SLOW),
-        pytest.param("fp8", 32, marks=_SLOW), pytest.param("int8", 16, marks=_SLOW), pytest.param("mxfp4", 1, marks=_SLOW),
-        pytest.param("mxfp4", 16, marks=_SLOW),
+        pytest.param("fp8", 32, marks=_SLOW), pytest.param("int8", 16, marks=_SLOW),
+        pytest.param("mxfp4", 1, marks=_SLOW), pytest.param("mxfp4", 16, marks=_SLOW),
     ],
 )  # fmt: skip
 def test_adapters_of_batches_take_no_launch(quantization: str, num_seqs: int) -> None:
