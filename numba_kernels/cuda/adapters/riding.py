@@ -31,6 +31,7 @@ from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, exchange, shuf
 
 COLUMNS = 1024  # of one entry of ``ranges``
 MAX_ROWS = 32  # a lane each
+RINGS_ON = "sm_90a"  # where kernels with rings take adapters; elsewhere they have too few registers
 RANKS = 4  # of a block at a time: a divisor of `experts.low_rank.RANKS_MULTIPLE`
 _MOST_ROWS_AT_ONCE = 4
 _MOST_BLOCKS = 64

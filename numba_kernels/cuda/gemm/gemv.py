@@ -325,14 +325,12 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     warps = _team_warps(product.weight_rows, product.k, VECTOR_WIDTH[dtype] if is_aligned else 1)
     teams = BLOCK_WARPS // warps
     blocks = -(-product.weight_rows // (COLUMNS[rows] * teams))
-    if ranks:
-        kernel = _kernel(dtype, product.out, rows, True, activation=product.epilogue.activation, takes_adapters=True)
-        return Launch(kernel, (blocks + riding.shrinking_blocks(product.m, ranks), 1, 1), (32, warps, teams))
-    if is_aligned and dtype != "f32" and ring_stages(machine, product.k, rows):
-        kernel = ring_kernel(dtype, product.out, rows, product.epilogue.activation)
-        return ring_launch(kernel, machine, blocks, (32, warps, teams), product.k)
-    kernel = _kernel(dtype, product.out, rows, is_aligned, activation=product.epilogue.activation)
-    return Launch(kernel, (blocks, 1, 1), (32, warps, teams))
+    activation, shrinking = product.epilogue.activation, riding.shrinking_blocks(product.m, ranks)
+    if is_aligned and dtype != "f32" and ring_stages(machine, product.k, rows, takes_adapters=ranks > 0):
+        kernel = ring_kernel(dtype, product.out, rows, activation, takes_adapters=ranks > 0)
+        return ring_launch(kernel, machine, blocks, (32, warps, teams), product.k, shrinking)
+    kernel = _kernel(dtype, product.out, rows, is_aligned, activation=activation, takes_adapters=ranks > 0)
+    return Launch(kernel, (blocks + shrinking, 1, 1), (32, warps, teams))
 
 
 def specialisations() -> Iterator[Specialisation]:

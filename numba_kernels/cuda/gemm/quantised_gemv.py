@@ -10,7 +10,7 @@ some 0.4 µs on an H200.) The weight's first loads start before the previous gri
 meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone, and a row has
 the same bits alone and beside others.
 
-Low-rank sums of adapters may ride on the launch (`riding`), whose weight then comes through registers.
+Low-rank sums of adapters may ride on the launch (`riding`).
 
 Threads: x lanes, y the streams of K, z the teams.
 """
@@ -83,7 +83,7 @@ def _kernel(
     slot_elements, is_gated, num_rows, num_sums = packing.slot, activation != "", rows, 2 * rows
     number_bytes = reader.factors.planes * reader.factors.plane_bytes  # of x, as it is staged
     gated = GATED[activation] if is_gated else None
-    shrink = riding.shrinker(DTYPE, BLOCK_WARPS, rows) if takes_adapters else None
+    shrink = riding.shrinker(DTYPE, warps, rows) if takes_adapters else None
     expand = riding.expander(DTYPE) if takes_adapters else None
 
     @device_function
@@ -187,7 +187,7 @@ def _kernel(
                     partial[turn, warp, r, uint32((lane >> uint32(2)) + uint32(8))] = sums[2 * r + 1]
             sync_block()
             if stream == uint32(0) and team < columns_teams:  # whole warps, which add squares
-                if takes_adapters:
+                if takes_adapters and tile == uint32(block * columns_teams + inside):  # the first turn
                     riding.wait_for_shrinking(added)
                 own = lane & uint32(ROWS - 1)
                 column = uint32(tile * uint32(ROWS) + own)
@@ -252,6 +252,7 @@ def _kernel(
         max_threads=warps * 32,
         min_blocks=2 if has_ring else 1,
         min_capability=90 if has_ring else 80,
+        replaced_from=100 if takes_adapters and has_ring else 0,
         spills_on=_spills_on(weight_name, rows),
         constants={
             "dtype": DTYPE, "weight": weight_name, "out_dtype": out_dtype, "activation": activation,
@@ -324,10 +325,15 @@ def seconds(product: Product, machine: Machine) -> float:
     )
 
 
-def ring_of(packing: Packing, machine: Machine, k: int, rows: int) -> tuple[int, int]:
+def ring_of(
+    packing: Packing, machine: Machine, k: int, rows: int, *, takes_adapters: bool = False
+) -> tuple[int, int]:  # fmt: skip
     """The slots of a stage of the ring that fits beside so many rows of x, and the shared memory of both; zeros if none
     fits."""
+    if takes_adapters and machine.arch != riding.RINGS_ON:
+        return 0, 0
     static_bytes = 2 * RING_WARPS * rows * ROWS * 4 + RING_WARPS * MOST_STAGES * 8 + rows * (RING_WARPS + 1) * 4
+    static_bytes += riding.shared_bytes(RING_WARPS, rows) if takes_adapters else 0
     x_bytes = rows * (row_bytes(packing, k) + ROW_GAP)
     for slots in SLOTS:
         stage_bytes = RING_WARPS * packed_ring(packing.name, rows, slots).stage_bytes
@@ -350,13 +356,17 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     activation, packing = product.epilogue.activation, packing_of(product.weight)
     assert packing is not None
     num_teams = teams(product.n, is_gated=activation != "")
-    ring_slots, shared_bytes = ring_of(packing, machine, product.k, _rows_of(product))
-    if ring_slots and not ranks:
+    ring_slots, shared_bytes = ring_of(packing, machine, product.k, _rows_of(product), takes_adapters=ranks > 0)
+    shrinking = riding.shrinking_blocks(product.m, ranks)
+    if ring_slots:
         num_teams = max(num_teams * RING_WARPS // BLOCK_WARPS, 2 if activation else 1)
         columns = ROWS * (num_teams // 2 if activation else num_teams)
         return Launch(
-            _kernel(product.weight, product.out, activation, ring_slots=ring_slots, rows=_rows_of(product)),
-            (min(-(-product.n // columns), machine.num_multiprocessors), 1, 1),
+            _kernel(
+                product.weight, product.out, activation, ring_slots=ring_slots, rows=_rows_of(product),
+                takes_adapters=ranks > 0,
+            ),
+            (min(-(-product.n // columns), machine.num_multiprocessors) + shrinking, 1, 1),
             (32, RING_WARPS // num_teams, num_teams), shared_bytes,
         )  # fmt: skip
     columns = ROWS * (num_teams // 2 if activation else num_teams)
@@ -365,7 +375,6 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     kernel = _kernel(
         product.weight, product.out, activation, has_turns=turns > 1, rows=_rows_of(product), takes_adapters=ranks > 0
     )
-    shrinking = riding.shrinking_blocks(product.m, ranks)
     return Launch(
         kernel, (-(-blocks // turns) + shrinking, 1, 1), (32, BLOCK_WARPS // num_teams, num_teams), _rows_bytes(product)
     )

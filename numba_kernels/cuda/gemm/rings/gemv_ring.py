@@ -2,7 +2,8 @@
 
 A block stays on its multiprocessor and takes one tile of columns after another, so that its warps' rings never run
 empty between tiles: while a tile's sums are added and stored, the next one's weights arrive. A stage holds 512 elements
-of K of two of a team's four columns. x is brought to shared memory once, by bulk copies, too.
+of K of two of a team's four columns. x is brought to shared memory once, by bulk copies, too. Low-rank sums of adapters
+may ride on the launch (`riding`).
 
 Threads: x lanes, y the warps of a team, z the teams of a block.
 """
@@ -13,6 +14,7 @@ import functools
 
 from numba import cuda, types
 
+from numba_kernels.cuda.adapters import riding
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element
 from numba_kernels.cuda.gemm.product import Machine
 from numba_kernels.cuda.gemm.rings.warp_ring import (
@@ -41,7 +43,9 @@ RING_BYTES = BLOCK_WARPS * STAGE_BYTES  # a stage of all warps
 
 
 @functools.cache
-def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> Specialisation:
+def ring_kernel(
+    dtype: str, out_dtype: str, rows: int, activation: str = "", *, takes_adapters: bool = False
+) -> Specialisation:
     """The kernel for one row of x, or for two."""
     finish = finisher(dtype, out_dtype)
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
@@ -52,6 +56,8 @@ def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> 
     num_barriers = BLOCK_WARPS * MOST_STAGES + 1
     partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
+    shrink = riding.shrinker(dtype, BLOCK_WARPS, rows) if takes_adapters else None
+    expand = riding.expander(dtype) if takes_adapters else None
 
     @device_function
     def ask(weight, n, k, first_column, position, pair, target, barrier):
@@ -81,7 +87,10 @@ def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> 
                             sums[r * COLUMNS + column] += x_low * low
                             sums[r * COLUMNS + column] += x_high * high
 
-    def gemv_ring(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply_tiles(
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+    ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
         partial = cuda.shared.array((2, partial_floats), float32)  # of this tile and the next: [warp, sum]
@@ -96,8 +105,8 @@ def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> 
         barriers = uint32(barriers + own * uint32(8))
         x_shared = uint32(shared + num_stages * uint32(RING_BYTES))
         step = uint32(team_warps * uint32(STEP))
-        first = uint32(uint32(cuda.blockIdx.x) * teams + team)  # of this team's groups of columns
-        stride, first_position = uint32(uint32(cuda.gridDim.x) * teams), uint32(rank * uint32(STEP))
+        first = uint32(block * teams + team)  # of this team's groups of columns
+        stride, first_position = uint32(num_blocks * teams), uint32(rank * uint32(STEP))
         groups = uint32((n + uint32(out_columns - 1)) // uint32(out_columns))
 
         start_ring(barriers, num_stages, lane)
@@ -201,6 +210,14 @@ def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> 
                             total += partial[turn, uint32(warp + uint32(i)) * uint32(num_sums) + lane]
                 total = scale_element(total, scale)
                 column = uint32(group * uint32(out_columns) + inside)
+                if takes_adapters:
+                    if group == first:
+                        riding.wait_for_shrinking(added)
+                    own = uint32(group * uint32(out_columns) + inside % uint32(out_columns))
+                    if lane < uint32(num_sums) and row < m and own < n:
+                        if inside >= uint32(out_columns):
+                            own = uint32(own + n)  # up's
+                        total += expand(row, own, added)
                 if is_gated:
                     total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
                 value = float32(0.0)
@@ -216,13 +233,38 @@ def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> 
             turn ^= uint32(1)
             group = uint32(group + stride)
 
+    def gemv_ring(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        multiply_tiles(
+            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
+            x_squares, x_parts, eps, squares, (),
+        )  # fmt: skip
+
+    def adapted_gemv_ring(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
+        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+    ):  # fmt: skip
+        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
+        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
+        if block < shrinking:
+            shrink(block, warp, lane, m, k, eps, added)
+        else:
+            multiply_tiles(
+                uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
+                m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added,
+            )  # fmt: skip
+        is_first_thread = lane == uint32(0) and warp == uint32(0)
+        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
+
     return Specialisation(
-        name=f"gemv_ring_{dtype}_{out_dtype}_{rows}{'_' if is_gated else ''}{activation}",
-        kernel=cuda.jit(gemv_ring),
-        argument_types=ARGUMENT_TYPES,
+        name=f"gemv_ring_{dtype}_{out_dtype}_{rows}{'_' if is_gated else ''}{activation}"
+        + "_adapted" * takes_adapters,
+        kernel=cuda.jit(adapted_gemv_ring if takes_adapters else gemv_ring),
+        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2,
         min_capability=90,
+        replaced_from=100 if takes_adapters else 0,
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "rows": rows, "activation": activation,
             "square_columns": 0 if is_gated else COLUMNS,
@@ -230,13 +272,18 @@ def ring_kernel(dtype: str, out_dtype: str, rows: int, activation: str = "") -> 
     )  # fmt: skip
 
 
-def ring_stages(machine: Machine, k: int, rows: int) -> int:
+def ring_stages(machine: Machine, k: int, rows: int, *, takes_adapters: bool = False) -> int:
     """The stages of a launch's rings; 0 where x leaves room for too few."""
-    return stages_that_fit(machine, RING_BYTES, 2 * rows * k) if k else 0
+    if not k or (takes_adapters and machine.arch != riding.RINGS_ON):
+        return 0
+    static_bytes = riding.shared_bytes(BLOCK_WARPS, rows) if takes_adapters else 0
+    return stages_that_fit(machine, RING_BYTES, 2 * rows * k + static_bytes)
 
 
-def ring_launch(kernel: Specialisation, machine: Machine, tiles: int, block: Dim3, k: int) -> Launch:
-    """A launch over tiles of columns, with a ring that fits (`ring_stages`)."""
+def ring_launch(
+    kernel: Specialisation, machine: Machine, tiles: int, block: Dim3, k: int, shrinking: int = 0
+) -> Launch:
+    """A launch over tiles of columns, with a ring that fits (`ring_stages`), behind so many blocks that shrink."""
     rows = int(kernel.constants["rows"])
-    shared_bytes = ring_stages(machine, k, rows) * RING_BYTES + 2 * rows * k
-    return Launch(kernel, (min(tiles, machine.num_multiprocessors), 1, 1), block, shared_bytes)
+    shared_bytes = ring_stages(machine, k, rows, takes_adapters=shrinking > 0) * RING_BYTES + 2 * rows * k
+    return Launch(kernel, (min(tiles, machine.num_multiprocessors) + shrinking, 1, 1), block, shared_bytes)

@@ -1,0 +1,153 @@
+"""A model of what LoRA adapters add to decode steps of Qwen3-8B on an H200. Nothing of it was measured there.
+
+    python -m tools.kernel_costs.adapter_costs [--json FILE]
+
+A map's adapters ride on its product's launch (`numba_kernels.cuda.adapters.riding`), so that a step has no launch more.
+They add to each product
+
+- their own bytes, `down` and `up` of each adapter in the batch;
+- the end: an output's sum waits for its factors of `up`, a read of device memory;
+- what shrinking takes beyond the product's time: reads that wait for each other (the adapter, its address, rows of
+  `down`, the counter), each as long as one of device memory under load; and where not all blocks run at once, the time
+  of the multiprocessors that shrink;
+- another tier of the product where the usual one takes no adapters.
+
+The base is `latencies` for one sequence, and the tiers' models with a boundary for each launch for more; attention's
+reads are left out there, which makes the shares larger. A step without adapters launches what it launches without
+`--enable-lora` (`tests/runtime/engine/test_launch_counts.py`), so it costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from numba_kernels.cuda import gemm
+from numba_kernels.cuda.adapters import riding
+from numba_kernels.cuda.gemm.product import LATENCY_S, Epilogue, Machine, Product, machine_of
+from tools.kernel_costs.latencies import BOUNDARY_S, READ_BYTES, STEPS, errors, measured_rows, predicted
+
+LAYERS, RANK, MULTIPROCESSORS = 36, 16, 132
+MAPS = ((6144, 4096, 3, ""), (4096, 4096, 1, ""), (12_288, 4096, 2, "silu"), (4096, 12_288, 1, ""))
+"""Outputs, inputs, parts and gate of a layer's maps: q, k and v; o; gate and up; down."""
+WEIGHTS = {"bf16": ("bf16", 0), "int4": ("u4_g32", 1), "fp8": ("e4m3", 2)}
+"""How a weight is stored, and its step of one sequence in `STEPS`."""
+SKINNY_ENDS_S = 4.5e-6
+"""A launch of `skinny` and its ends, which its model counts (`skinny_shape`)."""
+CHAIN = 4
+"""Reads of a block that shrinks which wait for each other, besides those of further parts of K."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A step's time without adapters and what they add, in seconds: bytes, ends, shrinking, and other tiers."""
+
+    weights: str
+    sequences: int
+    adapters: int
+    base_s: float
+    bytes_s: float
+    ends_s: float
+    shrinking_s: float
+    tiers_s: float
+
+    @property
+    def share(self) -> float:
+        """Of the step without adapters."""
+        return (self.bytes_s + self.ends_s + self.shrinking_s + self.tiers_s) / self.base_s
+
+
+def cost(weights: str, sequences: int, adapters: int) -> Cost:
+    """The modelled cost of a step whose sequences share so many adapters evenly."""
+    (stored, step), machine = WEIGHTS[weights], machine_of("sm_90a", MULTIPROCESSORS)
+    products_s = bytes_s = shrinking_s = tiers_s = 0.0
+    for outputs, inputs, parts, gate in MAPS:
+        product = Product(
+            sequences, outputs, inputs, "bf16", stored, "bf16", Epilogue(has_residual=not gate, activation=gate)
+        )
+        usual_s = _seconds(product, machine, "")
+        tier = _tier(product, machine)
+        own_s = _seconds(product, machine, tier)
+        launch = gemm.TIERS[tier].plan(product, machine, parts * RANK)
+        own_bytes = adapters * 2 * RANK * (parts * inputs + product.weight_rows)
+        products_s += usual_s
+        tiers_s += own_s - usual_s
+        bytes_s += own_bytes / READ_BYTES
+        blocks, shrink_s = _shrinking(product, parts, adapters, launch.block[1] * launch.block[2])
+        beside = MULTIPROCESSORS * (2 if launch.specialisation.min_blocks > 1 else 1)
+        shrinking_s += max(0.0, shrink_s - (own_s - (SKINNY_ENDS_S if tier == "skinny" else 0.0)))
+        shrinking_s += shrink_s * blocks / beside if launch.grid[0] > beside else 0.0
+    launches = 6 if weights == "bf16" else 8
+    base_s = products_s + launches * BOUNDARY_S
+    if sequences == 1:
+        base_s = STEPS[step].now_s() / LAYERS
+    return Cost(
+        weights, sequences, adapters, LAYERS * base_s, LAYERS * bytes_s, LAYERS * len(MAPS) * LATENCY_S,
+        LAYERS * shrinking_s, LAYERS * tiers_s,
+    )  # fmt: skip
+
+
+def _tier(product: Product, machine: Machine) -> str:
+    """The tier that takes the adapters."""
+    able = [
+        name for name in ("gemv", "quantised_gemv", "skinny") if gemm.TIERS[name].can_take_adapters(product, machine)
+    ]
+    return able[0]
+
+
+def _seconds(product: Product, machine: Machine, tier: str) -> float:
+    """By the models of a tier, or of the fastest, and the least by bytes."""
+    least = product.weight_bytes / READ_BYTES
+    both = Product(product.m, product.weight_rows, product.k, product.x, product.weight, product.out)
+    return max(least, gemm.TIERS[tier or gemm.choose(both, machine)].seconds(both, machine))
+
+
+def _shrinking(product: Product, parts: int, adapters: int, warps: int) -> tuple[int, float]:
+    """The blocks that have something to shrink, and what one takes for all that it does in turn."""
+    rows = riding.rows_at_once(product.m)
+    share = -(-product.m // adapters)
+    groups = adapters * -(-share // rows)
+    items = groups * parts * RANK // riding.RANKS
+    blocks = min(riding.shrinking_blocks(product.m, parts * RANK), items)
+    rounds = -(-product.k // (warps * 32 * 8 * (2 if rows == 1 else 1)))
+    return blocks, (CHAIN + -(-items // blocks) * rounds - 1) * LATENCY_S
+
+
+def costs() -> Iterator[Cost]:
+    """Each kind of weights with one adapter and with eight."""
+    for weights in WEIGHTS:
+        for sequences, adapters in ((1, 1), (32, 1), (32, 8)):
+            yield cost(weights, sequences, adapters)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write the table to this file, too")
+    options = parser.parse_args()
+    rows, steps = errors(list(predicted(measured_rows()))), errors([(step, step.before_s()) for step in STEPS])
+    found = {
+        "command": "python -m tools.kernel_costs.adapter_costs",
+        "what": "shares that adapters of rank 16 on all maps add to Qwen3-8B's decode steps on an H200, modelled",
+        "error_of_launches": {"median": round(rows[0], 3), "worst": round(rows[1], 3)},
+        "error_of_steps": {"median": round(steps[0], 3), "worst": round(steps[1], 3)},
+        "cases": [{**asdict(each), "share": round(each.share, 4)} for each in costs()],
+    }
+    print("| weights | sequences | adapters | step, ms | bytes, us | ends | shrinking | tiers | share |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for each in costs():
+        parts = (each.bytes_s, each.ends_s, each.shrinking_s, each.tiers_s)
+        print(
+            f"| {each.weights} | {each.sequences} | {each.adapters} | {each.base_s * 1e3:.2f} |"
+            f" {' | '.join(f'{part * 1e6:.0f}' for part in parts)} | {each.share:.1%} |"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
