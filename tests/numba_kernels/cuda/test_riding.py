@@ -46,6 +46,7 @@ def quantised(kind: str, matrix: np.ndarray[Any, Any]) -> QuantizedMatrix:
 
 
 _EXHAUSTIVE = [
+    ("sm_90a", "", True, "", 2),
     ("sm_90a", "", True, "silu", 2), ("sm_80", "", False, "", 2), ("sm_80", "", True, "silu", 2),
     ("sm_90a", "int4", False, "", 4), ("sm_90a", "fp8", False, "", 2), ("sm_90a", "fp8", False, "silu", 4),
     ("sm_80", "int4", False, "silu", 1), ("sm_80", "fp8", False, "", 1),
@@ -60,7 +61,7 @@ _EXHAUSTIVE = [
 @pytest.mark.parametrize(
     ("arch", "rounding", "is_normed", "activation", "num_rows"),
     [
-        ("sm_90a", "", True, "", 2), ("sm_90a", "int4", False, "silu", 2),
+        ("sm_90a", "", True, "", 8), ("sm_90a", "int4", False, "silu", 2),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in _EXHAUSTIVE),
     ],
 )  # fmt: skip
