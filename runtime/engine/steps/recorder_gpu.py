@@ -62,6 +62,7 @@ class GpuRecorder:
 
     queues = True
     most_kept = 32
+    mark = None
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -121,6 +122,9 @@ class GpuRecorder:
         if self._pool is None:
             self._pool = GraphPool(self._gpu)
         return Graph.capture(self._gpu, work, pool=self._pool, is_chained=True)
+
+    def replay(self, recording: Any, passed: Callable[[int], None] | None) -> None:
+        recording.replay()
 
     def launch(self, recording: Any, results: Tensor, num_results: int, buffers: Any) -> None:
         recording.replay()
