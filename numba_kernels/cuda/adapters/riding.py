@@ -144,7 +144,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
                 if own == slot and before == uint32(first + uint32(r)):
                     chosen = uint32(1)
                 found = ballot(chosen)
-                members[r] = m  # nobody
+                members[r] = m  # no row
                 row = leader
                 if found != uint32(0):
                     row = count_b32(found - uint32(1))

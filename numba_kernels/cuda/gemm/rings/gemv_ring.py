@@ -283,7 +283,7 @@ def ring_stages(machine: Machine, k: int, rows: int, *, takes_adapters: bool = F
 def ring_launch(
     kernel: Specialisation, machine: Machine, tiles: int, block: Dim3, k: int, shrinking: int = 0
 ) -> Launch:
-    """A launch over tiles of columns, with a ring that fits (`ring_stages`), behind so many blocks that shrink."""
+    """A launch over tiles of columns, with a ring that fits (`ring_stages`), after so many blocks that shrink."""
     rows = int(kernel.constants["rows"])
     shared_bytes = ring_stages(machine, k, rows, takes_adapters=shrinking > 0) * RING_BYTES + 2 * rows * k
     return Launch(kernel, (min(tiles, machine.num_multiprocessors) + shrinking, 1, 1), block, shared_bytes)
