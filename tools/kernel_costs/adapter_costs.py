@@ -57,7 +57,7 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """What they add, over the step without adapters."""
+        """All of it, over the step without adapters."""
         return (self.bytes_s + self.ends_s + self.shrinking_s + self.tiers_s) / self.base_s
 
 
