@@ -46,7 +46,8 @@ __all__ = [
     "gelu", "gelu_gate", "glu", "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values",
     "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "low_rank", "mamba",
     "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into",
-    "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "takes_low_rank", "xielu",
+    "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "takes_low_rank", "text_attention",
+    "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -714,11 +715,7 @@ def attention(
         raise fail(op, "window", f"is {window}, must be at least 1")
     if sinks is not None:
         check(op, "sinks", sinks, device, float32, (q_heads,))
-    if position_bias is not None:
-        check(op, "position_bias", position_bias, device, float32, (None, q_heads))
-        if position_bias.shape[0] < 2 * (batch.max_seq_len + BIAS_MARGIN):
-            least = f"must be at least {2 * (batch.max_seq_len + BIAS_MARGIN)} for {batch.max_seq_len} tokens"
-            raise fail(op, "position_bias", f"has {position_bias.shape[0]} rows, {least}")
+    _check_position_bias(op, position_bias, batch, q, q_heads)
     _check_softcap(op, softcap)
     _check_batch(op, batch, group, q)
     return backend.attention(  # type: ignore[no-any-return]
@@ -726,8 +723,44 @@ def attention(
     )
 
 
+def text_attention(
+    qkv: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, *, num_heads: int, head_dim: int,
+    scale: float, scales: Sequence[Tensor] = (), position_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention among the tokens of each whole text, without rotation: ``qkv [T, 3 H D]`` -> ``[T, H D]``.
+
+    `qkv_prepare` and `attention`, unless the device has a kernel that does without pages, which are not written then.
+    """
+    op, backend = "text_attention", _backend("text_attention", "qkv", qkv)
+    if not backend.takes_texts(k_cache, head_dim):
+        q = qkv_prepare(
+            qkv, batch.positions, num_q_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, rope=None,
+            q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache, v_cache=v_cache,
+            slot_mapping=batch.slot_mappings[group], scales=scales,
+        )  # fmt: skip
+        return attention(
+            q, k_cache, v_cache, batch, group, scale=scale, scales=scales, position_bias=position_bias
+        )  # fmt: skip
+    check(op, "qkv", qkv, qkv.device, backend.ACTIVATIONS, (None, 3 * num_heads * head_dim))
+    _, _, block_size = backend.page_shape(op, k_cache, v_cache, qkv, head_dim)
+    _check_position_bias(op, position_bias, batch, qkv, num_heads)
+    _check_batch(op, batch, group, qkv)
+    return backend.text_attention(  # type: ignore[no-any-return]
+        qkv, batch, group, block_size, num_heads, head_dim, scale, position_bias
+    )
+
+
 BIAS_MARGIN = 64
 """Rows of a position bias beyond the longest sequence, which kernels read with the last keys."""
+
+
+def _check_position_bias(op: str, bias: Tensor | None, batch: Batch, x: Tensor, heads: int) -> None:
+    if bias is None:
+        return
+    check(op, "position_bias", bias, x.device, float32, (None, heads))
+    if bias.shape[0] < 2 * (batch.max_seq_len + BIAS_MARGIN):
+        least = f"must be at least {2 * (batch.max_seq_len + BIAS_MARGIN)} for {batch.max_seq_len} tokens"
+        raise fail(op, "position_bias", f"has {bias.shape[0]} rows, {least}")
 
 
 def _check_batch(op: str, batch: Batch, group: int, q: Tensor) -> None:

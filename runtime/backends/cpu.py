@@ -30,6 +30,8 @@ from runtime.backends.cpu_attention import latent_attention as latent_attention
 from runtime.backends.cpu_attention import latent_prepare
 from runtime.backends.cpu_attention import page_shape as page_shape
 from runtime.backends.cpu_attention import qkv_prepare as qkv_prepare
+from runtime.backends.cpu_attention import takes_texts as takes_texts
+from runtime.backends.cpu_attention import text_attention as text_attention
 from runtime.backends.cpu_sampling import log_softmax_topk as log_softmax_topk
 from runtime.backends.cpu_sampling import process_logits_row as process_logits_row
 from runtime.backends.cpu_sampling import sample as sample

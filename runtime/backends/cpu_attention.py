@@ -9,6 +9,7 @@ import numpy as np
 
 from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu.attention import kernel as _attention
+from numba_kernels.cpu.attention import texts as _texts
 from numba_kernels.cpu.latent import attention as _latent
 from numba_kernels.cpu.latent.prepare import latent_kernel
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
@@ -18,7 +19,7 @@ from numba_kernels.latent_rows import LatentBytes
 from runtime.backends.checks import check, fail
 from runtime.backends.cpu_threads import new, num_workers, share_among
 from runtime.batch import Batch
-from runtime.dtype import PAGES, NDArray
+from runtime.dtype import PAGES, NDArray, float32
 from runtime.linear.norm import RmsNorm
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -215,6 +216,35 @@ def attention(
     )  # fmt: skip
     if segments > 1:
         _merge_segments(plan, batch, groups, workers, partial, result, sinks, (q_heads, kv_heads, head_dim), segments)
+    return result
+
+
+def takes_texts(k_cache: Tensor, head_dim: int) -> bool:
+    """Whether `text_attention` takes heads of this size without the pages."""
+    return k_cache.dtype == float32 and _texts.takes(head_dim)
+
+
+def text_attention(
+    qkv: Tensor, batch: Batch, group: int, block_size: int, num_heads: int, head_dim: int, scale: float,
+    position_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See `ops.text_attention`."""
+    tokens, rows = qkv.shape[0], _texts.group_rows(head_dim)
+    plan = _attention_plan(batch, group, tokens, rows, block_size, "text_attention")
+    result = new((tokens, num_heads * head_dim))
+    if plan is None:
+        return result
+    if current() is None and not np.array_equal(np.diff(batch.query_start.array), batch.seq_lens.array):
+        raise fail("text_attention", "batch.seq_lens", "must be the lengths of the texts in the batch")
+    groups = plan.num_groups
+    workers, _ = _shares(plan, groups * num_heads, num_heads * head_dim, _attention.SEGMENT_TOKENS)
+    heads = num_heads if workers == 1 else max(1, min(num_heads, groups * num_heads // (_ITEMS_A_WORKER * workers)))
+    query_start, _, _, group_starts = plan.addresses
+    bias, bias_rows = _bias_fields(position_bias)
+    _texts.text_attention_kernel(_texts.rounds_text(batch.may_round))(
+        groups * -(-num_heads // heads), workers, qkv.address, query_start, group_starts, bias,
+        result.address, batch.num_seqs, num_heads, head_dim, plan.group_tokens, heads, bias_rows, scale,
+    )  # fmt: skip
     return result
 
 

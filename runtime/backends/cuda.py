@@ -272,6 +272,11 @@ def qkv_prepare(
     return result
 
 
+def takes_texts(k_cache: Tensor, head_dim: int) -> bool:
+    """False: attention reads pages."""
+    return False
+
+
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, group: int, pages: tuple[int, int, int], scale: float,
     window: int | None, sinks: Tensor | None, softcap: float | None, page_scales: tuple[Tensor, ...],

@@ -161,14 +161,10 @@ class BertLayer:
     def __call__(
         self, x: Tensor, batch: Batch, group: int, k_cache: Tensor, v_cache: Tensor, *scales: Tensor
     ) -> Tensor:
-        q = ops.qkv_prepare(
-            self.qkv(x, batch), batch.positions, num_q_heads=self.num_heads, num_kv_heads=self.num_heads,
-            head_dim=self.head_dim, rope=None, q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache,
-            v_cache=v_cache, slot_mapping=batch.slot_mappings[group], scales=scales,
+        attended = ops.text_attention(
+            self.qkv(x, batch), k_cache, v_cache, batch, group, num_heads=self.num_heads, head_dim=self.head_dim,
+            scale=self.scale, scales=scales, position_bias=batch.position_bias,
         )  # fmt: skip
-        attended = ops.attention(
-            q, k_cache, v_cache, batch, group, scale=self.scale, scales=scales, position_bias=batch.position_bias
-        )
         x = self.norm(self.proj(attended, batch, residual=x))
         inner = self.up(x, batch)
         return self.mlp_norm(self.down(activated(inner, self.activation, self.down), batch, residual=x))

@@ -32,7 +32,7 @@ from numba import carray, njit
 from numba_kernels.cpu.activation import cap_floats
 from numba_kernels.cpu.attention.pair_tile import (
     pair_keys,
-    pair_queries,
+    pair_rows,
     pair_values,
     pair_weights,
     score_pairs,
@@ -74,7 +74,7 @@ MERGE_FIELDS = Fields(
 
 
 @njit(nogil=True)
-def _height(rows):
+def height_of(rows):
     """The smallest tile (1, 2, 4, 8 rows) that holds ``rows``, or the largest there is."""
     height = 1
     while height < rows and height < TILE_ROWS:
@@ -94,7 +94,7 @@ def triple(start, rows, width):
 
 
 @njit(nogil=True)
-def _clear(sums_of, rows, width):
+def clear(sums_of, rows, width):
     """Sets weighted values, largest scores and sums (addresses) of ``rows`` rows to their initial values."""
     out_at, maxima_at, sums_at = sums_of
     out = float32_at(out_at, rows * width)
@@ -152,7 +152,7 @@ def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
     """Queries (at an address, tokens ``token_stride`` apart) times ``scale``, as tiles [head_dim][row of the tile]."""
     row = 0
     if share == 1:  # transposed in registers, where a tile has no rows but these
-        height = _height(tokens)
+        height = height_of(tokens)
         while tokens - row >= height:
             at = target + row * head_dim * 4
             end = at + height * head_dim * 4
@@ -162,7 +162,7 @@ def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
                     at + i * height * 4, end,
                 )  # fmt: skip
             row += height
-            height = _height(tokens - row)
+            height = height_of(tokens - row)
         whole = float32_at(target, row * head_dim)
         for i in range(row * head_dim):
             whole[i] *= scale
@@ -170,11 +170,11 @@ def _pack_queries(source, target, tokens, share, token_stride, head_dim, scale):
     tokens -= row
     target += row * head_dim * 4
     row = 0
-    tile, height = 0, _height(tokens * share)
+    tile, height = 0, height_of(tokens * share)
     for token in range(tokens):
         for sharer in range(share):
             if row - tile == TILE_ROWS:
-                tile, height = row, _height(tokens * share - row)
+                tile, height = row, height_of(tokens * share - row)
             values = float32_at(source + (token * token_stride + sharer * head_dim) * 4, head_dim)
             packed = float32_at(target + (tile * head_dim + row - tile) * 4, head_dim * height)
             place = 0
@@ -208,7 +208,7 @@ def _scale_columns(scores_at, rows, scales_at):
 
 
 @njit(nogil=True)
-def _add_bias(scores_at, rows, first_row, share, bias_at, bias_rows, q_heads, distance):
+def add_bias(scores_at, rows, first_row, share, bias_at, bias_rows, q_heads, distance):
     """Adds its head's bias to each of the ``scores [rows, CHUNK_TOKENS]``; rows are those of a group from `first_row`
     on, ``distance`` the chunk's first position minus that of the group's first token."""
     biases = float32_at(bias_at, bias_rows * q_heads)
@@ -296,10 +296,11 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
             return
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
-        sizes = capacity * a.head_dim, TILE_ROWS * CHUNK_TOKENS, capacity * width
+        pair_bytes = -(-a.head_dim // (2 * LANES)) * LANES * 4  # of a row of queries
+        sizes = capacity * max(a.head_dim, pair_bytes // 4), TILE_ROWS * CHUNK_TOKENS, capacity * width
         size = sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS
-        pairs = sizes[0] // 2 + LANES, a.head_dim // 2 * CHUNK_TOKENS, CHUNK_TOKENS // 2 * width
-        work = new_lines(size + (pairs[0] + pairs[1] + pairs[2] if rounds else 0))
+        pairs = a.head_dim // 2 * CHUNK_TOKENS, CHUNK_TOKENS // 2 * width
+        work = new_lines(size + (pairs[0] + pairs[1] if rounds else 0))
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
@@ -308,9 +309,8 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
         factors_at = sums_at + capacity * 4
         k_scales_at = factors_at + 3 * capacity * 4  # of the chunk's tokens
         v_scales_at = k_scales_at + CHUNK_TOKENS * 4
-        q_pairs = q_at + size * 4
-        k_pairs = q_pairs + pairs[0] * 4
-        v_pairs = k_pairs + pairs[1] * 4
+        k_pairs = q_at + size * 4
+        v_pairs = k_pairs + pairs[0] * 4
         key_stride = a.block_size * itemsize
         k_scales, v_scales = float32_at(k_scales_at, CHUNK_TOKENS), float32_at(v_scales_at, CHUNK_TOKENS)
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
@@ -331,11 +331,14 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
             for row in range(rows):
                 ends[row] = np.int64(until[row if share == 1 else row // share])
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
-        _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale * LOG2_E))
+        scale = np.float32(a.scale * LOG2_E)
         if rounds:
-            for tile in range(0, rows, TILE_ROWS):
-                place = tile * a.head_dim
-                pair_queries(q_at + place * 4, a.head_dim, q_pairs + place * 2, _height(rows - tile))
+            for token in range(tokens):
+                at = source + token * a.q_heads * a.head_dim * 4
+                place = q_at + token * share * pair_bytes
+                pair_rows(at, a.head_dim * 4, share, a.head_dim, scale, place, pair_bytes)
+        else:
+            _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, scale)
 
         first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
         if a.num_segments > 1:
@@ -344,14 +347,14 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
         total = part  # a lone segment is the total
         if is_merged:
             total = out_at + sizes[2] * 4, factors_at + capacity * 4, factors_at + 2 * capacity * 4
-        _clear(total, capacity, width)
+        clear(total, capacity, width)
         for current in range(first_segment, last_segment):
             start = max(first_key // CHUNK_TOKENS * CHUNK_TOKENS, current * SEGMENT_TOKENS)
             stop = min(last_key, (current + 1) * SEGMENT_TOKENS)
             if start >= stop:
                 continue
             if is_merged:
-                _clear(part, capacity, width)
+                clear(part, capacity, width)
             entry, inside = start // a.block_size, start % a.block_size
             for chunk in range(start, stop, CHUNK_TOKENS):
                 for half in range(_HALVES):
@@ -390,15 +393,15 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
                     pair_keys(keys_at, key_stride, a.head_dim, tokens_here, k_pairs)
                     pair_values(values_at, width * 4, width // LANES, tokens_here, v_pairs)
                 for tile in range(0, rows, TILE_ROWS):
-                    height = _height(rows - tile)
+                    height = height_of(rows - tile)
                     tile_rows = min(height, rows - tile)
                     tile_last = ends[tile + tile_rows - 1] - chunk
                     if tile_last <= 0:
                         continue
                     tile_last = min(CHUNK_TOKENS, tile_last)
                     if rounds:
-                        place = q_pairs + tile * a.head_dim * 2
-                        score_pairs(place, k_pairs, a.head_dim, scores_at, tile_last, height)
+                        place = q_at + tile * pair_bytes
+                        score_pairs(place, pair_bytes, k_pairs, a.head_dim, scores_at, tile_last, height)
                     else:
                         score_tile(
                             stored, span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
@@ -409,7 +412,7 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
                     if a.position_bias != 0:
                         own = a.position_bias + head * share * 4
                         distance = chunk - first_position
-                        _add_bias(scores_at, tile_rows, tile, share, own, a.bias_rows, a.q_heads, distance)
+                        add_bias(scores_at, tile_rows, tile, share, own, a.bias_rows, a.q_heads, distance)
                     if a.softcap > 0.0:
                         cap_floats(scores_at, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap * LOG2_E))
                     softmax_tile(
@@ -437,7 +440,7 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
         if a.num_segments > 1:
             size = a.group_tokens * share * (width + 2)
             partial = triple(a.partial + work_item * size * 4, rows, width)
-            _clear(partial, rows, width)
+            clear(partial, rows, width)
             merge(partial, total, rows, width)
         else:
             target = a.out + (token_row * a.q_heads + head * share) * a.head_dim * 4
@@ -468,7 +471,7 @@ def merge_kernel() -> Kernel:
         rows = tokens * share
         work = new_lines(rows * (width + 2))
         total = triple(address(work), rows, width)
-        _clear(total, rows, width)
+        clear(total, rows, width)
         size = a.group_tokens * share * (width + 2)
         for segment in range(a.num_segments):
             part = triple(a.partial + (work_item * a.num_segments + segment) * size * 4, rows, width)

@@ -2,7 +2,7 @@
 
 A chunk's keys and values are rounded once for all rows of a group, into words of two neighbours: keys of two dimensions
 ``[head_dim / 2, CHUNK_TOKENS]``, values of two tokens ``[CHUNK_TOKENS / 2, width]``. Queries and weights are rounded
-likewise. Chains do not depend on how many rows a tile has.
+likewise, row by row. Chains do not depend on how many rows a tile has.
 """
 
 from __future__ import annotations
@@ -44,25 +44,31 @@ def _load(builder, address, kind=_FLOATS):
     return simd.load(builder, address, kind, 4)
 
 
-@emitted(types.void, *[types.intp] * 4)
-def pair_queries(builder, source, head_dim, target, rows):
-    """Queries ``[head_dim, rows]`` as words of two dimensions, ``[head_dim / 2, rows]``; whole vectors are read and
-    written."""
+@emitted(types.void, *[types.intp] * 4, types.float32, *[types.intp] * 2)
+def pair_rows(builder, source, stride, rows, count, factor, target, row_bytes):
+    """Rows of ``count`` floats, ``stride`` bytes apart, times a factor, as words of two neighbours in rows
+    ``row_bytes`` apart; zeros fill the last vector of words."""
+    factors = simd.splat(builder, factor)
 
-    def emit(height):
-        turns = builder.sdiv(
-            builder.add(builder.mul(head_dim, constant(height)), constant(2 * LANES - 1)), constant(2 * LANES)
-        )
-        order = []
-        for word in range(LANES):
-            pair, row = divmod(word, height)
-            order += [(2 * pair + element) * height + row for element in (0, 1)]
-        with cgutils.for_range(builder, turns, intp=I64) as loop:
-            at = builder.add(source, builder.mul(loop.index, constant(2 * LANES * 4)))
-            words = _joined(builder, _load(builder, at), _load(builder, simd.offset(builder, at, LANES * 4)), order)
-            simd.store(builder, words, builder.add(target, builder.mul(loop.index, constant(LANES * 4))))
+    def pair(at, place, load):
+        halves = [load(simd.offset(builder, at, first * 4), first) for first in (0, LANES)]
+        words = dots.round_to_pairs(builder, *(builder.fmul(half, factors) for half in halves))
+        simd.store(builder, words, place)
 
-    for_each_height(builder, rows, emit)
+    whole = builder.sdiv(count, constant(2 * LANES))
+    done = builder.mul(whole, constant(2 * LANES))
+    with cgutils.for_range(builder, rows, intp=I64) as outer:
+        at = builder.add(source, builder.mul(outer.index, stride))
+        place = builder.add(target, builder.mul(outer.index, row_bytes))
+        with cgutils.for_range(builder, whole, intp=I64) as loop:
+            moved = builder.mul(loop.index, constant(2 * LANES * 4)), builder.mul(loop.index, constant(LANES * 4))
+            pair(builder.add(at, moved[0]), builder.add(place, moved[1]), lambda at, _: _load(builder, at))
+        with builder.if_then(builder.icmp_signed("<", done, count)):
+            left = builder.sub(count, done)
+            pair(
+                builder.add(at, builder.mul(done, constant(4))), builder.add(place, builder.mul(done, constant(2))),
+                lambda at, first: simd.masked_load(builder, at, simd.lanes_below(builder, first, left)),
+            )  # fmt: skip
 
 
 @emitted(types.void, *[types.intp] * 5)
@@ -98,23 +104,31 @@ def pair_values(builder, values, value_stride, vectors, tokens, target):
             simd.store(builder, _joined(builder, _load(builder, at), second, _IN_TURN), builder.add(out, place))
 
 
-@emitted(types.void, *[types.intp] * 6)
-def score_pairs(builder, q, keys, head_dim, scores, tokens, rows):
-    """As `tile.score_tile`, of words by `pair_queries` and `pair_keys`."""
+@emitted(types.void, *[types.intp] * 7)
+def score_pairs(builder, q, row_bytes, keys, head_dim, scores, tokens, rows):
+    """As `tile.score_tile`, of words by `pair_rows`, whose rows are ``row_bytes`` apart, and by `pair_keys`."""
+    score_words(builder, q, row_bytes, keys, builder.sdiv(head_dim, constant(2)), scores, tokens, rows, _WORDS)
+
+
+def score_words(builder, q, row_bytes, keys, depth, scores, tokens, rows, kind):
+    """``scores[r, t] = sum_d q[r, d] * keys[d, t]`` of ``depth`` words, pairs or floats by their vectors' ``kind``;
+    ``keys [depth, CHUNK_TOKENS]``."""
 
     def emit(height):
         units = max(1, min(CHUNK_TOKENS // LANES, ACCUMULATORS // height))
         sums = [registers(builder, units) for _ in range(height)]
         turns = builder.sdiv(builder.add(tokens, constant(units * LANES - 1)), constant(units * LANES))
+        starts = [builder.add(q, builder.mul(row_bytes, constant(r))) for r in range(height)]
         with cgutils.for_range(builder, turns, intp=I64) as loop:
             moved = builder.mul(loop.index, constant(units * LANES * 4))
             first, out = builder.add(keys, moved), builder.add(scores, moved)
             for register in (each for row in sums for each in row):
                 builder.store(simd.splat_constant(F32, 0.0), register)
-            with cgutils.for_range(builder, builder.sdiv(head_dim, constant(2)), intp=I64) as inner:
+            with cgutils.for_range(builder, depth, intp=I64) as inner:
                 at = builder.add(first, builder.mul(inner.index, constant(CHUNK_TOKENS * 4)))
-                words = [_load(builder, simd.offset(builder, at, u * LANES * 4), _WORDS) for u in range(units)]
-                _add_rows(builder, sums, builder.add(q, builder.mul(inner.index, constant(4 * height))), 4, words)
+                words = [_load(builder, simd.offset(builder, at, u * LANES * 4), kind) for u in range(units)]
+                moved = builder.mul(inner.index, constant(4))
+                _add_rows(builder, sums, [builder.add(start, moved) for start in starts], words)
             for r, row in enumerate(sums):
                 for u, register in enumerate(row):
                     place = simd.offset(builder, out, (r * CHUNK_TOKENS + u * LANES) * 4)
@@ -123,12 +137,18 @@ def score_pairs(builder, q, keys, head_dim, scores, tokens, rows):
     for_each_height(builder, rows, emit)
 
 
-def _add_rows(builder, sums, at, row_bytes, words):
-    """Adds the products of each row's word, from ``at`` on, with all of these words to its sums."""
-    for r, row in enumerate(sums):
-        value = simd.splat(builder, _load(builder, simd.offset(builder, at, r * row_bytes), I32))
+def _add_rows(builder, sums, places, words):
+    """Adds the products of each row's word, at its place, with all of these words to its sums."""
+    is_pairs = words[0].type == _WORDS
+    for row, place in zip(sums, places):
+        value = simd.splat(builder, _load(builder, place, words[0].type.element))
         for word, register in zip(words, row):
-            builder.store(dots.add_bf16_pairs(builder, builder.load(register), value, word), register)
+            total = builder.load(register)
+            if is_pairs:
+                total = dots.add_bf16_pairs(builder, total, value, word)
+            else:
+                total = simd.fma(builder, value, word, total)
+            builder.store(total, register)
 
 
 @emitted(types.void, *[types.intp] * 2)
@@ -154,6 +174,8 @@ def value_pairs(builder, weights, values, first, last, factors, out, out_vectors
         with cgutils.for_range_slice(builder, first, end, constant(1), intp=I64) as (pair, _):
             at = builder.add(source, builder.mul(pair, row_bytes))
             words = [_load(builder, simd.offset(builder, at, c * LANES * 4), _WORDS) for c in range(len(sums[0]))]
-            _add_rows(builder, sums, builder.add(weights, builder.mul(pair, constant(4))), CHUNK_TOKENS * 4, words)
+            start = builder.add(weights, builder.mul(pair, constant(4)))
+            places = [simd.offset(builder, start, r * CHUNK_TOKENS * 4) for r in range(len(sums))]
+            _add_rows(builder, sums, places, words)
 
     for_each_columns(builder, factors, out, out_vectors, rows, add_columns)

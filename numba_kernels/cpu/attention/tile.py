@@ -155,7 +155,7 @@ def softmax_tile(builder, scores, tokens, ends, firsts, chunk, maxima, sums, fac
                     _mask(builder, range(units), scores, ends, firsts, chunk, rows)
 
                 def emit(height, units=units):
-                    _softmax(builder, range(units), scores, maxima, sums, factors, height)
+                    softmax_rows(builder, range(units), scores, maxima, sums, factors, height)
 
                 for_each_height(builder, height, emit)
 
@@ -177,18 +177,27 @@ def _mask(builder, units, scores, ends, firsts, chunk, rows):
             simd.store(builder, score, place)
 
 
-def _softmax(builder, units, scores, maxima, sums, factors, height):
-    """`softmax_tile` over some first vectors of the chunk, masked: largest scores, factors of all rows at once, powers.
-    A row's order of sums is its own."""
+def softmax_rows(builder, units, scores, maxima, sums, factors, height, masks=None, keep=None):
+    """`softmax_tile` over some first vectors of the chunk: largest scores, factors of all rows at once, powers. A row's
+    order of sums is its own.
+
+    masks  of each vector, the tokens that all rows see; None if scores are masked
+    keep   stores a row's weights, given its places and vectors; None for each vector at its place
+    """
     places = [[simd.offset(builder, scores, (r * CHUNK_TOKENS + v * LANES) * 4) for v in units] for r in range(height)]
+    lowest = simd.splat_constant(F32, float("-inf"))
 
     def load(place, lanes=LANES):
         return simd.load(builder, place, simd.vector(F32, lanes), 4)
 
+    def seen(row):
+        vectors = [load(place) for place in row]
+        return vectors if masks is None else [builder.select(*each, lowest) for each in zip(masks, vectors)]
+
     def larger(a, b):
         return simd.larger(builder, a, b)
 
-    peaks = [functools.reduce(lambda found, place: larger(load(place), found), row[1:], load(row[0])) for row in places]
+    peaks = [functools.reduce(lambda found, score: larger(score, found), seen(row)) for row in places]
     before = load(maxima, STATE_ROWS)
     largest = larger(simd.first_lanes(builder, simd.fold_rows(builder, peaks, larger), STATE_ROWS), before)
     origin = _origin(builder, largest)
@@ -199,12 +208,13 @@ def _softmax(builder, units, scores, maxima, sums, factors, height):
     totals = []
     for r, row in enumerate(places):
         origins = builder.shuffle_vector(origin, origin, ir.Constant(simd.vector(simd.I32), [r] * LANES))
-        total = None
-        for place in row:
-            weight = simd.exp2(builder, builder.fsub(load(place), origins))
-            simd.store(builder, weight, place)
-            total = weight if total is None else builder.fadd(total, weight)
-        totals.append(total)
+        weights = [simd.exp2(builder, builder.fsub(score, origins)) for score in seen(row)]
+        if keep is None:
+            for place, weight in zip(row, weights):
+                simd.store(builder, weight, place)
+        else:
+            keep(row, weights)
+        totals.append(functools.reduce(builder.fadd, weights))
     added = simd.first_lanes(builder, simd.fold_rows(builder, totals, builder.fadd), STATE_ROWS)
     simd.store(builder, builder.fadd(builder.fmul(load(sums, STATE_ROWS), factor), added), sums)
 

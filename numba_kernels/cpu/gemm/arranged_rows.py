@@ -5,13 +5,14 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
 
     float32 and widened weights   the elements themselves, with zeros up to a whole word of the weight
     bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16; so for e4m3, which otherwise takes floats
-    int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
-                                  scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
+    int8                          groups of GROUP elements: a row's words of four int8 (see DOT_WORDS) after the
+                                  other's, then ``[h]`` scales and ``[h]`` sums of a group times -ZERO_POINT: where
+                                  integer sums begin
     blocks of integers            groups of X_GROUP elements: words of four int8 (of pairs of int16 in some cases, see
                                   `unpacked_blocks`), then ``[h]`` scales and two ``[h]`` of `quantize_block`
 
-AMX's tiles (`amx_tile`) read rows: one row's words of a group after the other's, and pairs row by row for all of K,
-`pair_row_words` apart.
+AMX's tiles (`amx_tile`) read rows: of blocks one row's words of a group after the other's, too, and pairs row by row
+for all of K, `pair_row_words` apart.
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
 rows); one with NaN or infinity has a scale that is not finite, and such products.
@@ -117,23 +118,6 @@ def arrange_pair_rows(x, x_stride, depth, rows, words, row_words, target):
 
 
 @njit(nogil=True)
-def arrange_group_rows(x, x_stride, depth, rows, target):
-    """A tile's quantised groups for AMX: each group's rows of words, then their scales and starts."""
-    for element in range(0, depth, GROUP):
-        count = min(GROUP, depth - element)
-        after = target + GROUP_WORDS * rows * 4
-        scales, starts = float32_at(after, rows), int32_at(after + rows * 4, rows)
-        for row in range(rows):
-            source = x + (row * x_stride + element) * 4
-            bits = largest_bits(np.float32, source, count)
-            words = target + row * GROUP_WORDS * 4
-            total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), words)
-            scales[row] = scale_of(bits)
-            starts[row] = np.int32(-ZERO_POINT) * total
-        target += (GROUP_WORDS + 2) * rows * 4
-
-
-@njit(nogil=True)
 def arrange_block_rows(x, x_stride, length, rows, start, is_halved, target):
     """`arrange_blocks` for AMX: each group's rows of words, then their scales and both starts."""
     group = block_on_stack()
@@ -174,41 +158,41 @@ def arrange_pairs(x, stride, depth, rows, words, target):
 
 @njit(nogil=True)
 def _arrange_groups_of_pairs(x, stride, depth, rows, target):
-    """`arrange_groups` as pairs of int16."""
-    quads, evens_and_odds, tails = block_on_stack(), block_on_stack(), block_on_stack()
-    scales, starts = float32_at(tails, rows), int32_at(tails + LANES * 4, rows)
-    line = LANES * 4
-    end = target + -(-depth // GROUP) * GROUP_ROW_WORDS * rows * 4
+    """`arrange_groups` as pairs of int16: a row's even ones, then the odd ones."""
+    quads = block_on_stack()
     for element in range(0, depth, GROUP):
         count = min(GROUP, depth - element)
+        after = target + DOT_WORDS * rows * 4
+        scales, starts = float32_at(after, rows), int32_at(after + rows * 4, rows)
         for row in range(rows):
             source = x + (row * stride + element) * 4
             bits = largest_bits(np.float32, source, count)
             total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads)
             starts[row], scales[row] = np.int32(-ZERO_POINT) * total, scale_of(bits)
-            evens = evens_and_odds + row * line
-            split_pairs(quads, evens, evens + rows * line)
-        arrange_words(evens_and_odds, line, 2 * rows, GROUP_WORDS, target, end)
-        target += DOT_WORDS * rows * 4
-        float32_at(target, rows)[:] = scales
-        int32_at(target + rows * 4, rows)[:] = starts
-        target += 2 * rows * 4
+            evens = target + row * DOT_WORDS * 4
+            split_pairs(quads, evens, evens + GROUP_WORDS * 4)
+        target += GROUP_ROW_WORDS * rows * 4
 
 
 @njit(nogil=True)
 def _arrange_groups_of_bytes(x, stride, depth, rows, target):
     """`arrange_groups` as words of four bytes."""
-    whole = depth // GROUP * GROUP
-    for element in range(0, whole, GROUP):
-        arrange_group(x + element * 4, stride * 4, rows, target)
+    rest = groups_on_stack()
+    for element in range(0, depth, GROUP):
+        count = min(GROUP, depth - element)
+        after = target + GROUP_WORDS * rows * 4
+        for first in range(0, rows, LANES // 2):
+            some = min(LANES // 2, rows - first)
+            source, source_stride = x + (first * stride + element) * 4, stride * 4
+            if count < GROUP:
+                for row in range(some):
+                    values = float32_at(rest + row * GROUP * 4, GROUP)
+                    values[:] = np.float32(0)
+                    values[:count] = float32_at(source + row * source_stride, count)
+                source, source_stride = rest, GROUP * 4
+            words = target + first * GROUP_WORDS * 4
+            arrange_group(source, source_stride, some, words, after + first * 4, after + (rows + first) * 4)
         target += GROUP_ROW_WORDS * rows * 4
-    if whole < depth:
-        rest = groups_on_stack()
-        for row in range(rows):
-            values = float32_at(rest + row * GROUP * 4, GROUP)
-            values[:] = np.float32(0)
-            values[: depth - whole] = float32_at(x + (row * stride + whole) * 4, depth - whole)
-        arrange_group(rest, GROUP * 4, rows, target)
 
 
 arrange_groups = _arrange_groups_of_pairs if _HAS_PAIRS else _arrange_groups_of_bytes

@@ -56,9 +56,8 @@ class Int8Sums:
             start = simd.splat(builder, simd.load(builder, after_words(r, DOT_WORDS + 1), I32, 4))
             for v in range(self.vectors):
                 builder.store(start, self.whole[r, v])
-        word_bytes = DOT_WORDS // GROUP_WORDS * self.height * 4
         with cgutils.for_range(builder, count, intp=I64) as loop:
-            at = builder.add(x_at, builder.mul(loop.index, ir.Constant(I64, word_bytes)))
+            at = builder.add(x_at, builder.mul(loop.index, ir.Constant(I64, 4)))
             self._add_word(builder, at, tile.weight_places(builder, builder.add(first, loop.index)))
         for r in range(self.height):
             scale = simd.splat(builder, simd.load(builder, after_words(r, DOT_WORDS), F32, 4))
@@ -72,7 +71,7 @@ class Int8Sums:
             return _parts_of_weights(builder, simd.load(builder, weight_places[v], _WORDS, 4))
 
         def value(r, index):
-            at = simd.offset(builder, x_at, (index * self.height + r) * 4)
+            at = simd.offset(builder, x_at, (r * DOT_WORDS + index * GROUP_WORDS) * 4)
             return _parts_of_x(builder, simd.load(builder, at, I32, 4))
 
         def add(r, v, weight, value, index):

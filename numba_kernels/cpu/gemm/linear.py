@@ -35,7 +35,6 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     arrange_block_rows,
     arrange_blocks,
     arrange_floats,
-    arrange_group_rows,
     arrange_groups,
     arrange_pair_rows,
     arrange_pairs,
@@ -277,10 +276,7 @@ def product_parts(stored: Any) -> ProductParts:
                     0
                 )
         elif is_int8:
-            if has_amx and is_wide:
-                arrange_group_rows(x, a.x_stride, a.depth, rows, target)
-            else:
-                arrange_groups(x, a.x_stride, a.depth, rows, target)
+            arrange_groups(x, a.x_stride, a.depth, rows, target)
         elif are_rows:
             length = pair_row_words(words)
             arrange_pair_rows(x, a.x_stride, a.depth, rows, words, length, a.operands + first * length * 4)

@@ -256,23 +256,23 @@ def quantize_words(builder, stored, source, count, inverse, added, target):
     return simd.fold(builder, total, builder.add)
 
 
-@emitted(types.void, *[types.intp] * 4)
-def arrange_group(builder, source, source_stride, num_rows, target):
-    """GROUP elements of each of at most LANES / 2 rows, ``source_stride`` bytes apart, as a tile reads them by
-    vpdpbusd: words of four int8 in columns of rows, then scales, then where integer sums begin."""
+@emitted(types.void, *[types.intp] * 6)
+def arrange_group(builder, source, source_stride, num_rows, words, scales, starts):
+    """GROUP floats of each of at most LANES / 2 rows, ``source_stride`` bytes apart, as int8: a row's GROUP_WORDS words
+    after the other's, their scales, and where integer sums begin."""
 
     def emit(height):
         rows = [builder.add(source, builder.mul(source_stride, _i64(r))) for r in range(height)]
-        _arrange_group(builder, rows, target)
+        _arrange_group(builder, rows, words, scales, starts)
 
     simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
 
 
-def _arrange_group(builder, rows, target):
+def _arrange_group(builder, rows, words, scales_at, starts_at):
     height, lanes = len(rows), 1
     while lanes < height:
         lanes *= 2
-    row_bytes, parts = height * 4, range(0, GROUP, LANES)
+    parts = range(0, GROUP, LANES)
 
     def vectors(row):
         return [simd.load(builder, simd.offset(builder, row, first * 4), simd.vector(F32), 4) for first in parts]
@@ -283,15 +283,24 @@ def _arrange_group(builder, rows, target):
     def narrow(value):
         return simd.first_lanes(builder, value, lanes)
 
+    def store_each(value, address):
+        if lanes == height:
+            simd.store(builder, value, address)
+        else:
+            is_row = ir.Constant(simd.vector(simd.I1, lanes), [lane < height for lane in range(lanes)])
+            simd.masked_store(builder, value, address, is_row)
+
     magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
     found = []
     for row in rows:
         bits = [builder.and_(builder.bitcast(values, _WORDS), magnitude) for values in vectors(row)]
         found.append(functools.reduce(larger, bits))
     largest = builder.bitcast(narrow(simd.fold_rows(builder, found, larger)), simd.vector(F32, lanes))
-    scales = builder.fdiv(largest, simd.constant_like(largest, 127.0))
+    store_each(
+        builder.bitcast(builder.fdiv(largest, simd.constant_like(largest, 127.0)), simd.vector(I32, lanes)), scales_at
+    )
     inverses = _inverse(builder, largest)
-    quads, sums, magic = [], [], simd.splat_constant(F32, _MAGIC)
+    sums, magic = [], simd.splat_constant(F32, _MAGIC)
     for r, row in enumerate(rows):
         order = ir.Constant(_WORDS, [r] * LANES)
         inverse = builder.shuffle_vector(inverses, inverses, order)
@@ -299,23 +308,10 @@ def _arrange_group(builder, rows, target):
         moved = [builder.fadd(builder.fmul(values, inverse), magic) for values in vectors(row)]
         bits = [builder.bitcast(values, _WORDS) for values in moved]
         sums.append(functools.reduce(builder.add, bits))
-        quads.append(_low_bytes(builder, bits))
+        simd.store(builder, _low_bytes(builder, bits), simd.offset(builder, words, r * GROUP_WORDS * 4))
     total = narrow(simd.fold_rows(builder, sums, builder.add))
     total = builder.sub(total, simd.splat_constant(I32, GROUP * _MAGIC_BITS & 0xFFFFFFFF, lanes))
-    starts = builder.mul(total, simd.splat_constant(I32, -ZERO_POINT, lanes))
-    undefined = ir.Constant(_WORDS, ir.Undefined)
-    columns = transposed(builder, quads + [undefined] * (LANES - height))
-    # Each store but the last runs over what the next ones write.
-    for w, column in enumerate(columns):
-        simd.store(builder, narrow(column), simd.offset(builder, target, w * row_bytes))
-    after = simd.offset(builder, target, GROUP_WORDS * row_bytes)
-    simd.store(builder, scales, after)
-    last = simd.offset(builder, after, row_bytes)
-    if lanes == height:
-        simd.store(builder, starts, last)
-    else:
-        is_row = ir.Constant(simd.vector(simd.I1, lanes), [lane < height for lane in range(lanes)])
-        simd.masked_store(builder, starts, last, is_row)
+    store_each(builder.mul(total, simd.splat_constant(I32, -ZERO_POINT, lanes)), starts_at)
 
 
 def _low_bytes(builder, vectors):

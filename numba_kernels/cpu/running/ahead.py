@@ -11,6 +11,7 @@ from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu import activation, decode_inputs, embedding, logprobs, ngram_lookup, norm, qkv, sampling
 from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu.attention import kernel as attention
+from numba_kernels.cpu.attention import texts
 from numba_kernels.cpu.gemm import block_panels, linear, low_rank, panels
 from numba_kernels.cpu.gemm.experts import experts_kernel
 from numba_kernels.cpu.latent import attention as latent_attention
@@ -30,6 +31,7 @@ def kernels_of(
     states: str = "float32",
     has_latents: bool = False,
     has_adapters: bool = False,
+    is_encoder: bool = False,
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use, those first that take longest.
 
@@ -43,6 +45,7 @@ def kernels_of(
     states      carrier of the bits of its states
     has_latents whether its pages are latent attention's
     has_adapters whether low-rank adapters may be loaded
+    is_encoder   whether its tokens see later ones
     """
     kind = np.dtype(stored).type
     paged = np.dtype(pages or stored).type
@@ -53,7 +56,10 @@ def kernels_of(
         yield latent_attention.latent_attention_kernel, (paged,)
         yield latent_kernel, (paged,)
     else:
-        yield attention.attention_kernel, (paged, attention.span_of(block_size))
+        span, rounds = attention.span_of(block_size), is_encoder and kind is np.uint16
+        yield attention.attention_kernel, (paged, span, rounds and attention.takes_pairs(paged, span, 2))
+        if is_encoder:
+            yield texts.text_attention_kernel, (texts.rounds_text(rounds),)
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
     in_blocks = [each for each in BLOCKS if each in formats]

@@ -15,6 +15,7 @@ from pathlib import Path
 from models.checkpoints.hub import resolve_model
 from models.checkpoints.model_files import open_model
 from models.configuration.config import load_dtype
+from models.encoder import EncoderConfig
 from models.experts import MoeConfig
 from models.registry import load_config
 from numba_kernels.cache_files import locked
@@ -90,17 +91,19 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
     if weights not in STORED:
         return None
     model_config = load_config(path, config.hf_overrides, config.mmproj)
+    is_encoder = isinstance(model_config, EncoderConfig)
     return WantedOfCpu(
         stored=STORED[weights].__name__,
         is_int8=config.quantization == "int8",
         block_size=config.block_size,
-        pages=PAGES[KV_DTYPES.get(config.kv_cache_dtype, weights)].__name__,
+        pages=PAGES[KV_DTYPES.get(config.kv_cache_dtype, float32 if is_encoder else weights)].__name__,
         has_experts=isinstance(model_config, MoeConfig) and len(model_config.dense_layers) < model_config.num_layers,
         formats=sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys())),
         recurrence=model_config.recurrence,
         states=STORED[DType.parse(config.state_dtype)].__name__,
         has_latents=model_config.latent_values > 0,
         has_adapters=config.enable_lora,
+        is_encoder=is_encoder,
     )
 
 

@@ -139,6 +139,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
     states: str = "float32"
     has_latents: bool = False
     has_adapters: bool = False
+    is_encoder: bool = False
 
     def tasks(self) -> Iterator[Callable[[], Compiled]]:
         """First the loops, which a process can start before it imports the kernels; then these, the slowest first."""
@@ -154,6 +155,7 @@ class WantedOfCpu(msgspec.Struct, frozen=True, tag=True):
             states=self.states,
             has_latents=self.has_latents,
             has_adapters=self.has_adapters,
+            is_encoder=self.is_encoder,
         ):
             yield partial(_done, factory, *values)
 

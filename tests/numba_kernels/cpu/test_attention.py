@@ -114,6 +114,67 @@ def test_encoders_rounded_to_bfloat16(chunks, heads, kv_heads, head_dim, window)
         np.testing.assert_array_equal(_attend(alone, 0.3, window), rounded[rows])
 
 
+@pytest.mark.parametrize(
+    ("counts", "heads", "head_dim"),
+    [([64, 1, 131, 20], 3, 32), ([5, 70], 2, 64), ([33], 2, 48), ([1100, 3, 16], 1, 16), ([15, 32, 31], 5, 24)],
+)
+@pytest.mark.parametrize("may_round", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_whole_texts(counts, heads, head_dim, may_round, has_bias, monkeypatch):
+    """From rows of qkv, without pages where values are whole vectors; a text's bits are those that it has alone."""
+    rng = np.random.default_rng(head_dim)
+    chunks = [(0, count) for count in counts]
+    rows = normal(rng, (sum(counts), 3 * heads * head_dim))
+    reach = max(counts) + ops.BIAS_MARGIN
+    bias = normal(rng, (2 * reach, heads)) if has_bias else None
+
+    def attend(chunks, rows):
+        case = paged_case(rng, chunks, heads=heads, kv_heads=heads, head_dim=head_dim)
+        lengths = np.array([count for _, count in chunks])
+        case.batch.bidirectional_until = tensor(np.repeat(lengths, lengths).astype(np.int32))
+        case.batch.may_round = may_round
+        blocks, size = -(-lengths // 16), 16
+        first = np.cumsum(blocks) - blocks
+        slots = np.concatenate([start * size + np.arange(length) for start, length in zip(first, lengths)])
+        case.batch.slot_mappings = (tensor(slots.astype(np.int64)),)
+        table = case.batch.block_tables[0].array
+        for row, (start, count) in enumerate(zip(first, blocks)):
+            table[row, :count] = start + np.arange(count)
+        out = ops.text_attention(
+            tensor(rows), *case.cache.layer(0), case.batch, 0, num_heads=heads, head_dim=head_dim, scale=0.3,
+            position_bias=None if bias is None else tensor(bias),
+        )  # fmt: skip
+        return out.numpy()
+
+    out = attend(chunks, rows)
+    expected, at = [], 0
+    for count in counts:
+        q, k, v = rows[at : at + count].reshape(count, 3, heads, head_dim).astype(np.float64).transpose(1, 2, 0, 3)
+        scores = 0.3 * q @ k.transpose(0, 2, 1)
+        if bias is not None:
+            distance = np.arange(count)[None] - np.arange(count)[:, None]
+            scores += bias[reach + distance].transpose(2, 0, 1)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        expected.append((weights @ v).transpose(1, 0, 2).reshape(count, -1))
+        np.testing.assert_array_equal(attend([(0, count)], rows[at : at + count].copy()), out[at : at + count])
+        at += count
+    error = relative_error(out, np.concatenate(expected))
+    rounds = may_round and kernels.takes_pairs(np.float32, kernels.span_of(16), head_dim)
+    assert (1e-5 < error < 2e-2) if rounds else error < 1e-5
+    monkeypatch.setattr(cpu_threads, "_num_workers", 1)
+    np.testing.assert_array_equal(attend(chunks, rows), out)
+
+
+def test_texts_are_whole():
+    case = paged_case(np.random.default_rng(3), [(3, 4)], heads=2, kv_heads=2, head_dim=16)
+    with pytest.raises(InvalidArgumentError, match=r"text_attention: batch\.seq_lens must be the lengths of the texts"):
+        ops.text_attention(
+            tensor(np.zeros((4, 96), np.float32)), *case.cache.layer(0), case.batch, 0, num_heads=2, head_dim=16,
+            scale=1.0,
+        )  # fmt: skip
+
+
 def test_what_tokens_cannot_see():
     case = paged_case(np.random.default_rng(3), [(3, 4)], heads=2, kv_heads=1, head_dim=8)
     for until in ([4, 5, 6, 8], [4, 5, 5, 7], [7, 6, 7, 7]):
