@@ -1,4 +1,4 @@
-"""What attention within whole texts has of its own: all rows of a tile see the same tokens, and keys are rows."""
+"""The parts of attention within whole texts: all rows of a tile see the same tokens, and keys lie in rows."""
 
 from __future__ import annotations
 
