@@ -51,16 +51,16 @@ class LayerNormLayer:
     """`x = x + attention(norm(x));  x = x + mlp(norm'(x))`, or at once `x + attention(norm(x)) + mlp(norm'(x))`."""
 
     def __init__(
-        self, attention: Attention, mlp: FeedForward, norm: LayerNorm, mlp_norm: LayerNorm | None, *,
+        self, attention: Attention, mlp: FeedForward, norm: LayerNorm | None, mlp_norm: LayerNorm | None, *,
         is_parallel: bool = False,
     ) -> None:  # fmt: skip
-        """Without an `mlp_norm` the MLP reads what attention reads."""
+        """Without a `norm` attention reads x, without an `mlp_norm` the MLP reads what attention reads."""
         assert mlp_norm is not None or is_parallel
         self.attention, self.mlp, self.norm, self.mlp_norm = attention, mlp, norm, mlp_norm
         self.is_parallel = is_parallel
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        h = mlp_h = self.norm(x)
+        h = mlp_h = x if self.norm is None else self.norm(x)
         if self.is_parallel and self.mlp_norm is not None:
             mlp_h = self.mlp_norm(x)  # before attention, whose result may overwrite x
         x = self.attention(h, batch, kv_cache, residual=x)

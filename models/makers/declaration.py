@@ -25,6 +25,7 @@ class LinearDeclaration:
     `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
     `is_segmented`: ranks add up K in the order of `numba_kernels.split_k`. `norm` is applied to its inputs. `kernel`
         is the stored shape of a convolution's inputs. `floats` are the names of those that are not quantised.
+    `bias_of` is the name that the bias is stored under, if it is another one.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class LinearDeclaration:
     norm: RmsNorm | None
     kernel: tuple[int, ...] = ()
     floats: frozenset[str] = frozenset()
+    bias_of: str = ""
 
     def __post_init__(self) -> None:
         assert len(self.names) in (1, len(self.rows)), f"{self.names} cannot be stored as {self.rows}"
@@ -77,7 +79,11 @@ class LinearDeclaration:
             shape = (inputs, count) if self.is_transposed else (count, *(self.kernel or (inputs,)))
             yield f"{name}.weight", shape
             if self.has_bias:
-                yield f"{name}.bias", (count,)
+                yield self.bias_name(name), (count,)
+
+    def bias_name(self, name: str) -> str:
+        """The bias's tensor of the map of that name."""
+        return f"{self.bias_of or name}.bias"
 
     @property
     def parts(self) -> Iterator[tuple[str, slice, slice]]:

@@ -101,7 +101,8 @@ class LoadingMaker(Maker):
             if not any(part.has_nan for part in parts):
                 if declaration.adds_bias:
                     biases = [
-                        Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))) for name, rows, _ in declaration.parts
+                        Tensor.from_numpy(self._rounded(declaration.bias_name(name), (rows,)))
+                        for name, rows, _ in declaration.parts
                     ]
                 kept = prepare_packed(parts, biases, self.options, declaration.split, declaration.whole_shape)
                 self._release(declaration)
@@ -114,7 +115,7 @@ class LoadingMaker(Maker):
             if is_part and self.options.format_of(self._source.dtype(f"{name}.weight")).has_row_scales:
                 whole_rows.append(matrix(name, rows, slice(None)))
             if declaration.adds_bias:
-                biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))
+                biases.append(Tensor.from_numpy(self._rounded(declaration.bias_name(name), (rows,))))
         packed = ops.prepare_linear(
             weights, biases or None, self.options, split=declaration.split, whole_rows=whole_rows or None,
             norm=declaration.norm, whole_shape=declaration.whole_shape,

@@ -144,13 +144,15 @@ class Maker(ABC):
         norm: RmsNorm | None = None,
         kernel: tuple[int, ...] = (),
         floats: Collection[str] = (),
+        bias_of: str = "",
     ) -> Linear:
         """The map `name.weight [outputs, inputs]` (`is_transposed`: stored as `[inputs, outputs]`) and, with
         `has_bias`, `name.bias [outputs]`.
 
         Several names become one map, their outputs one after another. One name with several outputs is stored so.
         `split` says which side is cut between ranks; sizes of that side are then this rank's shares, and numbers are
-        split equally. `norm` is applied first. Those of the names in `floats` are not quantised.
+        split equally. `norm` is applied first. Those of the names in `floats` are not quantised. `bias_of` names the
+        bias, if it is not the map's own.
         """
         assert norm is None or split != "inputs", "a rank does not see the rows that it would normalise"
         names = (names,) if isinstance(names, str) else names
@@ -167,6 +169,7 @@ class Maker(ABC):
             norm=norm,
             kernel=kernel,
             floats=frozenset(self._prefix + name for name in floats),
+            bias_of=bias_of and self._prefix + bias_of,
         )
         weight = self._linear(declaration)
         self._count(weight.size_bytes)
@@ -356,7 +359,7 @@ class Maker(ABC):
         self, name: str, *, head: str, rows: int, columns: int, is_tied: bool, has_bias: bool = False
     ) -> tuple[Tensor | LinearWeight | SharedTable, Linear]:
         """The table `name.weight [rows, columns]` and the output head `head.weight` of the same shape, with
-        `has_bias` and `head.bias [rows]`, which a tied one cannot have.
+        `has_bias` and `head.bias [rows]`.
 
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both. Ranks share out the
         columns of the one and the rows of the other, but one matrix lies whole in each. With several stages the first
@@ -374,11 +377,10 @@ class Maker(ABC):
             return table, self._adapted_head(
                 head, self._shared_head(head, rows, columns, has_bias)
             ) if self.is_last else nothing
-        assert not has_bias, "a bias of a matrix that is the table, too"
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
         if not (self.is_first or self.is_last):
             return nothing, nothing
-        tied = inner.linear(name, outputs=rows, inputs=columns)
+        tied = inner.linear(name, outputs=rows, inputs=columns, has_bias=has_bias, bias_of=head)
         return tied.weight, self._adapted_head(head, self._shared_out(tied)) if self.is_last else nothing
 
     def _adapted_head(self, name: str, head: Linear) -> Linear:

@@ -19,6 +19,7 @@ FAMILIES = {
     "glm4_moe": "glm4_moe_groups", "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3_odd",
     "glm4_moe_lite": "glm4_moe_lite_odd", "mistral4": "mistral4_odd",
     "gemma": "gemma_odd", "cohere": "cohere_norms", "cohere2": "cohere2_windows", "starcoder2": "starcoder2_odd",
+    "modernbert_decoder": "modernbert_decoder_odd",
     "gpt_neox": "gpt_neox_odd", "olmo": "olmo_clipped", "seed_oss": "seed_oss_odd", "exaone4": "exaone4_windows",
     "internlm2": "internlm2_grouped", "internlm3": "internlm3_odd", "ernie": "ernie_odd", "ernie_moe": "ernie_moe_odd",
     "hunyuan": "hunyuan_alpha", "apertus": "apertus_odd", "granite_moe": "granite_moe_square",

@@ -53,6 +53,20 @@ def _gpt_neox(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
+def _modernbert_decoder(draw: Draw) -> Fields:
+    fields, local = _layer_norms(draw.decoder(has_head_dim=False), "norm_eps"), draw.choice((2, 4, 16, 40))
+    del fields["num_key_value_heads"]
+    biases = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias", "decoder_bias", "tie_word_embeddings")
+    return {
+        **fields, "hidden_activation": draw.choice(("gelu", "gelu_new", "quick_gelu", "silu")),
+        "classifier_activation": draw.choice(("gelu", "gelu_new", "silu")), "local_attention": local,
+        "sliding_window": local // 2, "layer_types": draw.layer_types(fields["num_hidden_layers"]),
+        "rope_parameters": {f"{name}_attention": draw.rope(is_entry=True) for name in ("full", "sliding")},
+        "pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2,
+        **{name: draw.flip() for name in biases},
+    }  # fmt: skip
+
+
 def _olmo(draw: Draw) -> Fields:
     fields = draw.decoder(has_head_dim=False)
     del fields["rms_norm_eps"]
@@ -142,6 +156,7 @@ LATER: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", _cohere2),
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", _starcoder2),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _gpt_neox),
+    "modernbert_decoder": ("ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", _modernbert_decoder),
     "olmo": ("OlmoConfig", "OlmoForCausalLM", _olmo),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", _seed_oss),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", _exaone4),
