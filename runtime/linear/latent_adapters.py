@@ -28,17 +28,18 @@ _MOST_ROWS = 65_535
 
 
 class LowRankHeads(HeadSlots):
-    """The pairs of one layer's heads."""
+    """The pairs of one layer's heads. ``numbers`` are those of all layers: by the number of heads H, a tensor
+    ``[tokens, H]`` with 0, 1 ... H - 1 in each row, once it is needed."""
 
-    def __init__(self, declared: DeclaredHeads, num_slots: int, rank: int) -> None:
-        self.declared, self.num_slots, self.rank = declared, num_slots, rank
+    def __init__(self, declared: DeclaredHeads, num_slots: int, rank: int, numbers: dict[int, Tensor]) -> None:
+        self.declared, self.num_slots, self.rank, self._numbers = declared, num_slots, rank, numbers
         self._slots: tuple[Slots, Slots] | None = None
-        self._numbers: Tensor | None = None  # [tokens, H], in each row 0, 1 ... H - 1
         self._options: LoadOptions | None = None
 
     def allocate(self, options: LoadOptions) -> None:
         """See `HeadSlots`."""
-        self._slots, self._numbers, self._options = None, None, options
+        self._slots, self._options = None, options
+        self._numbers.clear()
 
     @property
     def size_bytes(self) -> int:
@@ -85,8 +86,9 @@ class LowRankHeads(HeadSlots):
         shapes = (heads.row_dim, heads.head_dim), (heads.value_dim, heads.latent_dim)
         keys, values = (new_slots(SlotShape((width,), depth, self.rank, count), options) for width, depth in shapes)
         self._slots = keys, values
-        numbers = np.tile(np.arange(heads.own_heads, dtype=np.int32), (max(1, _MOST_ROWS // heads.own_heads), 1))
-        self._numbers = Tensor.from_numpy(numbers).to(options.device)
+        if heads.own_heads not in self._numbers:
+            numbers = np.tile(np.arange(heads.own_heads, dtype=np.int32), (max(1, _MOST_ROWS // heads.own_heads), 1))
+            self._numbers[heads.own_heads] = Tensor.from_numpy(numbers).to(options.device)
 
     def add_queries(self, x: Tensor, residual: Tensor, batch: Batch) -> Tensor:
         """See `LatentAddend`."""
@@ -116,13 +118,13 @@ class LowRankHeads(HeadSlots):
 
     def _passes(self, batch: Batch) -> Iterator[tuple[int, int, AdaptedRows]]:
         """The batch's tokens in parts, each with its rows' pairs, once for all layers."""
-        assert self._numbers is not None, "they are made with the slots"
         assert batch.adapters is not None, "a batch without adapters does not come here"
-        most, heads = self._numbers.shape
+        numbers = self._numbers[self.declared.own_heads]
+        most, heads = numbers.shape
         for first in range(0, batch.num_tokens, most):
             end, key = min(first + most, batch.num_tokens), ("heads", self.num_slots, heads, first)
             if key not in batch.computed:
                 own = AdaptedRows(batch.adapters[first:end])
-                numbers = ops.adapter_ids(own, self._numbers[: end - first], heads, self.num_slots, -1)
-                batch.computed[key] = AdaptedRows(numbers.view(-1))
+                ids = ops.adapter_ids(own, numbers[: end - first], heads, self.num_slots, -1)
+                batch.computed[key] = AdaptedRows(ids.view(-1))
             yield first, end, batch.computed[key]

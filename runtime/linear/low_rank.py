@@ -135,6 +135,7 @@ class LowRankMaps:
         self.head: LowRankHead | None = None
         self.routers: dict[str, LowRankHead] = {}
         self.heads: dict[str, HeadSlots] = {}
+        self._head_numbers: dict[int, Tensor] = {}
         self.modules: dict[str, tuple[int, int]] = {}
         self.tables: set[str] = set()
         self.transposed: set[str] = set()
@@ -181,7 +182,7 @@ class LowRankMaps:
 
     def addend_of_heads(self, declared: DeclaredHeads) -> HeadSlots:
         """See `LatentSource`; heads that are declared again replace themselves."""
-        made: HeadSlots = _latent_adapters.LowRankHeads(declared, self.num_slots, self.rank)
+        made: HeadSlots = _latent_adapters.LowRankHeads(declared, self.num_slots, self.rank, self._head_numbers)
         self.heads[declared.name] = made
         self.modules[declared.name] = declared.num_heads * (declared.key_dim + declared.value_dim), declared.latent_dim
         return made
