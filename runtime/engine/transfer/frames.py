@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -126,6 +127,13 @@ class Stream:
         self.connection.sendall(_HEAD.pack(_MAGIC, len(header), num_bytes, code.digest()) + header)
         if planes:
             self._carrier.send_planes(self, planes)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether three quarters of the connection's buffer are free, by Linux's rule for Unix sockets."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLOUT)
+        return any(event & select.POLLOUT for _, event in poll.poll(0))
 
     def send_pages(self, pages: Pages) -> None:
         """Raises OSError."""

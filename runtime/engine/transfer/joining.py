@@ -22,7 +22,7 @@ from runtime.engine.transfer.nixl_transport import NixlTransport
 from runtime.engine.transfer.sockets import SharedMemoryTransport, TcpTransport
 from runtime.engine.transfer.transport import Transport
 from runtime.errors import XservError
-from runtime.kv.layer_copies import LayerCopies
+from runtime.kv.layer_copies import LayerCopies, has_free_core
 from runtime.kv.page_bytes import PageBytes
 from runtime.version import release
 
@@ -58,7 +58,8 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
     transports: dict[str, Transport] = {}
     try:
         if settings.secret:
-            transports["unix"] = SharedMemoryTransport(settings.secret, identity, settings.most_bytes)
+            shared = transports["unix"] = SharedMemoryTransport(settings.secret, identity, settings.most_bytes)
+            shared.sends_at_once = info.device == "cpu" and not has_free_core()
         if settings.host:
             secret = settings.foreign_secret or settings.secret
             kind = NixlTransport if settings.library == "nixl" else TcpTransport

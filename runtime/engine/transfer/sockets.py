@@ -47,6 +47,8 @@ STALL_S = 5.0
 ALIVE_S = 1.0
 LEASE_S = 60.0
 """An offer that was not taken is dropped after so long."""
+MOST_NAMES_AT_ONCE = 256
+"""A frame with so many pages' names fits a connection's buffer three quarters of which are free."""
 MOST_CONNECTIONS = 256
 """Offers that are sent at once; further ones wait."""
 IDLE_S = 60.0
@@ -61,6 +63,7 @@ class _Offer:
     is_complete: bool = False
     is_taken: bool = False
     touched_s: float = field(default_factory=time.monotonic)
+    stream: Stream | None = None  # while its thread waits for pages
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +92,13 @@ class SocketTransport(ABC):
         secret: that all peers share.
         identity: of this engine.
         most_bytes: that offers may have waiting; further ones are dropped.
+
+    Attributes:
+        sends_at_once: few pages are sent by the thread that offers them, if they need not wait. Where all threads share
+            one processor, another thread would send them only once this one has nothing to do.
     """
+
+    sends_at_once = False
 
     def __init__(self, listener: socket.socket, secret: bytes, identity: Identity, most_bytes: int) -> None:
         self._listener, self._secret, self._identity = listener, secret, identity
@@ -132,11 +141,25 @@ class SocketTransport(ABC):
                 self._forget(lease)
                 return False
             elif pages.names:
-                offer.waiting.append(pages)
                 offer.num_blocks += 0 if pages.first_plane else len(pages.names)
+                if self.sends_at_once and self._sent_at_once(offer, pages):
+                    return True
+                offer.waiting.append(pages)
                 self._num_staged_bytes += pages.num_bytes
             self._condition.notify_all()
             return True
+
+    def _sent_at_once(self, offer: _Offer, pages: Pages) -> bool:
+        """Send pages on this thread. False if they would have to wait. The condition is held."""
+        stream = offer.stream
+        if stream is None or offer.waiting or len(pages.names) > MOST_NAMES_AT_ONCE or not stream.has_room:
+            return False
+        try:
+            stream.send_pages(pages)
+        except OSError:  # its own thread finds that, too, and forgets the offer
+            return False
+        self.num_sent_bytes += pages.num_bytes
+        return True
 
     def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
         """See `Transport`."""
@@ -258,9 +281,11 @@ class SocketTransport(ABC):
         """False if it was dropped."""
         while True:
             with self._condition:
+                offer.stream = stream
                 self._condition.wait_for(
                     lambda: offer.waiting or offer.is_complete or self._offers.get(lease) is not offer, ALIVE_S
                 )
+                offer.stream = None
                 pages = offer.waiting.popleft() if offer.waiting else None
                 is_over = pages is None and offer.is_complete
                 if pages is None and self._offers.get(lease) is not offer:

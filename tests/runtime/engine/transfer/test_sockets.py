@@ -16,6 +16,7 @@ import pytest
 
 from runtime.engine.messages import Source
 from runtime.engine.transfer import sockets
+from runtime.engine.transfer.frames import Stream
 from runtime.engine.transfer.identity import Identity, MismatchError, RefusedError, TransferError
 from runtime.engine.transfer.sockets import SharedMemoryTransport, SocketTransport, TcpTransport, check_private
 from runtime.engine.transfer.transport import NO_PAGES, Pages, StaleLeaseError, check_names
@@ -36,9 +37,11 @@ def transport(
     return SharedMemoryTransport(secret, identity, most)
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=["unix", "unix, at once", "tcp"])
 def pair(request: Any) -> Iterator[tuple[SocketTransport, SocketTransport]]:
-    made = transport(request.param), transport(request.param)
+    scheme, _, is_at_once = request.param.partition(", ")
+    made = transport(scheme), transport(scheme)
+    made[0].sends_at_once = bool(is_at_once)
     yield made
     for each in made:
         each.close()
@@ -47,7 +50,7 @@ def pair(request: Any) -> Iterator[tuple[SocketTransport, SocketTransport]]:
 def pages(number: int, count: int = 2, pool: int = 0) -> Pages:
     names, before = [], b"\0" * 32
     for row in range(count):
-        tokens = bytes([number, row]) * 8
+        tokens = bytes([number, row & 255, row >> 8, 0]) * 4
         key = hashlib.sha256(before + tokens).digest()
         names.append(PageName(key + b"\0", before + b"\0", tokens))
         before = key
@@ -99,6 +102,38 @@ def test_pages_arrive_while_more_are_offered(pair: tuple[SocketTransport, Socket
     assert all(map(same, taken.pages, offered))
     wait_until(lambda: sender.num_open == receiver.num_open == 0)
     assert sender.num_sent_bytes == receiver.num_received_bytes == sum(each.num_bytes for each in offered)
+
+
+def test_pages_are_sent_at_once_only_if_they_need_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = transport("unix"), transport("unix")
+    sender.sends_at_once = True
+    threads: list[str] = []
+    send = sender.send_planes
+
+    def noted(stream: Any, planes: Any) -> None:
+        threads.append(threading.current_thread().name)
+        send(stream, planes)
+
+    monkeypatch.setattr(sender, "send_planes", noted)
+    own, other = threading.current_thread().name, "xserv-transfer-send"
+    sender.offer("a", pages(1))  # nobody takes them yet
+    taken = Taken(receiver, Source(sender.address, "a"))
+    wait_until(lambda: len(taken.pages) == 1 and sender._offers["a"].stream is not None)
+    sender.offer("a", pages(2))
+    wait_until(lambda: sender._offers["a"].stream is not None)
+    sender.offer("a", pages(3, sockets.MOST_NAMES_AT_ONCE + 1))
+    wait_until(lambda: len(taken.pages) == 3)
+    monkeypatch.setattr(Stream, "has_room", False)
+    wait_until(lambda: sender._offers["a"].stream is not None)
+    sender.offer("a", pages(4))
+    sender.offer("a", None)
+    assert taken.wait() is None
+    assert threads == [other, own, other, other]
+    known = [pages(1), pages(2), pages(3, sockets.MOST_NAMES_AT_ONCE + 1), pages(4)]
+    assert list(map(same, taken.pages, known)) == [True] * 4
+    assert sender.num_sent_bytes == receiver.num_received_bytes == sum(each.num_bytes for each in known)
+    for each in (sender, receiver):
+        each.close()
 
 
 def test_a_connection_serves_further_leases(
