@@ -21,18 +21,18 @@ MOST_LINES = {
     "runtime/backends": 3_536,
     "runtime/linear": 3_445,
     "runtime/kv": 1_911,
-    "runtime/engine": 28_213,
+    "runtime/engine": 28_288,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
-    "runtime/parallel": 2_278,
+    "runtime/parallel": 2_282,
     "runtime/images": 937,
     "runtime/commands": 3_077,
     "runtime/bench": 12_004,
     "runtime": 3_697,
     "models": 20_393,
-    "server": 23_451,
+    "server": 23_453,
     "tokenizer": 7_625,
-    "tools": 19_525,
+    "tools": 19_787,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

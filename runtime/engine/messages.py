@@ -352,12 +352,12 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of the router of several engines since its start.
 
     policy            see ``EngineConfig.routing_policy``
-    num_requests      sent to each engine
+    num_requests      sent to each engine when they came
+    num_continued     continued by each engine after another one's first token; ``num_handed_over`` of all
     num_found_tokens  prompt tokens that it expected in the engine's cache
     num_moved         requests sent elsewhere than to the engine with their prefix, which was overloaded
     num_digests       block contents that it knows of now
     num_untaken       reported contents for which it had no room
-    num_handed_over   requests that another engine has continued after their first token
     num_recomputed    requests that were begun again elsewhere, since their engine died
     """
 
@@ -367,8 +367,12 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
     num_moved: int
     num_digests: int
     num_untaken: int
-    num_handed_over: int = 0
+    num_continued: list[int] = []
     num_recomputed: int = 0
+
+    @property
+    def num_handed_over(self) -> int:
+        return sum(self.num_continued)
 
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):

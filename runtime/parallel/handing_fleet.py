@@ -252,9 +252,8 @@ class HandingFleet(Fleet):
             engine = before if told is None else told
             if told is None or not is_ready[told]:
                 engine = self.router.hand_over(life.route, is_ready)
-            elif engine != before:
-                self.router.num_handed_over += 1
-                self.router.move(life.route, engine)
+            else:
+                self.router.go_on(life.route, engine)
             self.router.take_back(life.route)
         if told is not None and told != engine:
             self._clients[told].drop_pages(life.lease)

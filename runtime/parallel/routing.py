@@ -97,7 +97,8 @@ class Router:
         self.num_found_tokens = 0
         self.num_moved = 0
         """Requests sent elsewhere than to the engine with their prefix, which was overloaded."""
-        self.num_handed_over = self.num_recomputed = 0
+        self.num_continued = [0] * num_engines
+        self.num_recomputed = 0
         self.mean_output_tokens = FIRST_OUTPUT_TOKENS
         self.mean_request_tokens = FIRST_OUTPUT_TOKENS
         self._num_prompt = [0] * num_engines
@@ -118,7 +119,7 @@ class Router:
             num_moved=self.num_moved,
             num_digests=len(self.index),
             num_untaken=self.index.num_untaken,
-            num_handed_over=self.num_handed_over,
+            num_continued=list(self.num_continued),
             num_recomputed=self.num_recomputed,
         )
 
@@ -211,10 +212,14 @@ class Router:
         assert route.num_decodes, "the request has no first token yet"
         self.take_back(route)
         engine = self.roles.decode_engine(self.engine_loads(is_ready), route.engine)
-        if engine != route.engine:
-            self.num_handed_over += 1
-            self.move(route, engine)
+        self.go_on(route, engine)
         return engine
+
+    def go_on(self, route: Route, engine: int) -> None:
+        """This engine continues a request; its load moves there."""
+        if engine != route.engine:
+            self.num_continued[engine] += 1
+            self.move(route, engine)
 
     def promise(self, route: Route, engine: int) -> None:
         """This engine will go on with a request: its answers count as decodes there, lest all go to one engine."""

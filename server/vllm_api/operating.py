@@ -73,12 +73,13 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class ListedEngine(msgspec.Struct, kw_only=True):
-    """num_routed: requests routed to it, with several engines. The numbers after it are null while it does not
-    answer."""
+    """num_routed: requests routed to it, with several engines. num_continued: those of others that it continued, with
+    roles. The numbers after it are null while it does not answer."""
 
     engine: int
     state: EngineState
     num_routed: int | None
+    num_continued: int | None
     num_running: int | None
     num_waiting: int | None
     kv_cache_usage: float | None
@@ -193,6 +194,7 @@ def _listed(client: EngineClient) -> EngineList:
                 engine=number,
                 state=engine.state,
                 num_routed=None if routing is None else routing.num_requests[number],
+                num_continued=None if routing is None else routing.num_continued[number],
                 num_running=None if stats is None else stats.num_running,
                 num_waiting=None if stats is None else stats.num_waiting,
                 kv_cache_usage=None if stats is None else stats.kv_cache_usage,

@@ -327,7 +327,7 @@ def _figures(run: FleetRun, target: Target, model: ServedModel) -> dict[str, Any
         "computed_again_share": max(0, int(lives["num_computed"].sum()) - needed) / tokens,
         "late_share": float(own[~kept].sum()) / float(own.sum()),
         "num_preemptions": run.num_preemptions,
-        "handed_over_share": run.router.num_handed_over / len(lives),
+        "handed_over_share": sum(run.router.num_continued) / len(lives),
         "moved_bytes_per_request": moved / len(lives),
         "moved_bytes_per_s": moved / duration_s,
     }

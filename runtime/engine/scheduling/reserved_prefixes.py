@@ -46,6 +46,11 @@ class ReservedPrefixes:
         return bool(self._noted)
 
     @property
+    def leases(self) -> list[str]:
+        """Those of requests that will come."""
+        return list(self._reserved)
+
+    @property
     def held_blocks(self) -> list[int]:
         """All blocks that are held."""
         return [block_id for each in self._reserved.values() for block_id in each.blocks]

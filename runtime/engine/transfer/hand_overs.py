@@ -325,6 +325,9 @@ class HandOvers:
             if all(each.num_cached_tokens is not None or each.is_finished for each in request.sequences):
                 self._starting.remove(request)
                 self._drop_arrival(_source_of(request).lease)
+        for lease in self.reserved.leases:
+            if not self.arrivals.has(lease):  # too old: its request has not come
+                self.reserved.drop(lease)
 
     def stats(self) -> dict[str, int]:
         """Fields of `EngineStats`. Thread-safe."""

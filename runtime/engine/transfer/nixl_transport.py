@@ -16,6 +16,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -35,6 +36,8 @@ PIECE_BYTES = 16 << 20
 NUM_PIECES = 4
 """Registered memory of a sender: so many pieces of this size are under way at once."""
 _POLL_S = 100e-6
+MOST_KNOWN = 64
+"""Agents of peers that are kept: of further ones the one that was read from longest ago is forgotten."""
 
 
 class NixlTransport(TcpTransport):
@@ -47,7 +50,9 @@ class NixlTransport(TcpTransport):
         self._lock = threading.Lock()
         self._memory = np.zeros((NUM_PIECES, PIECE_BYTES), np.uint8)
         self._free: queue.Queue[int] = queue.Queue()
-        self._known: dict[bytes, str] = {}  # agents of peers, by their metadata; guarded by the lock
+        # Guarded by the lock:
+        self._known: dict[bytes, str] = {}  # agents of peers, by their metadata; read from last last
+        self._num_readers: Counter[bytes] = Counter()
         for piece in range(NUM_PIECES):
             self._free.put(piece)
         try:
@@ -67,10 +72,8 @@ class NixlTransport(TcpTransport):
     def close(self, timeout_s: float = 0.0) -> None:
         super().close(timeout_s)
         with self._lock:
-            known, self._known = self._known, {}
-        for name in known.values():
-            with suppress(Exception):  # it has gone
-                self._agent.remove_remote_agent(name)
+            for metadata in list(self._known):
+                self._forget_agent(metadata)
 
     def send_planes(self, stream: Stream, planes: Sequence[NDArray[np.uint8]]) -> None:
         """After a header: copies pieces into registered memory, and waits for each to be read."""
@@ -126,11 +129,37 @@ class NixlTransport(TcpTransport):
     def _read(self, place: Place, into: NDArray[np.uint8]) -> None:
         agent = self._agent
         with self._lock:
-            if place.metadata not in self._known:
+            peer = self._known.pop(place.metadata, None)
+            if peer is None:
                 name = agent.add_remote_agent(place.metadata)
                 agent.make_connection(name)  # first transfers at once may wait for ever otherwise
-                self._known[place.metadata] = name.decode() if isinstance(name, bytes) else name
-            peer = self._known[place.metadata]
+                peer = name.decode() if isinstance(name, bytes) else name
+            self._known[place.metadata] = peer
+            self._num_readers[place.metadata] += 1
+        try:
+            self._read_from(peer, place, into)
+        except BaseException:
+            with self._lock:
+                self._num_readers[place.metadata] -= 1
+                if not self._num_readers[place.metadata]:  # it may have died
+                    self._forget_agent(place.metadata)
+            raise
+        with self._lock:
+            self._num_readers[place.metadata] -= 1
+            idle = [each for each in self._known if not self._num_readers[each]]
+            for metadata in idle[: max(0, len(self._known) - MOST_KNOWN)]:
+                self._forget_agent(metadata)
+
+    def _forget_agent(self, metadata: bytes) -> None:
+        """The lock is held."""
+        del self._num_readers[metadata]
+        name = self._known.pop(metadata, None)
+        if name is not None:
+            with suppress(Exception):  # it has gone
+                self._agent.remove_remote_agent(name)
+
+    def _read_from(self, peer: str, place: Place, into: NDArray[np.uint8]) -> None:
+        agent = self._agent
         ours = agent.get_xfer_descs([(into.ctypes.data, into.nbytes, 0)], "DRAM")
         theirs = agent.get_xfer_descs([(place.address, place.num_bytes, 0)], "DRAM")
         transfer = agent.initialize_xfer("READ", ours, theirs, peer, b"")

@@ -25,6 +25,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
 from runtime.parallel.handing_fleet import HandingFleet
 from runtime.parallel.roles import AutoRoles, EngineLoad, OpenAnswers, Roles
+from server.vllm_api.operating import _listed
 from tests.runtime.engine.storing_engine import SETTINGS, make_requests
 from tests.runtime.engine.test_stored_prefixes import write_full
 from tests.runtime.engine.transfer.handing import run, said
@@ -286,4 +287,6 @@ def test_texts_grammars_and_mirostat_are_those_of_one() -> None:
         assert isinstance(fleet, HandingFleet)
         assert answers(two) == answers(one)
         assert fleet.routing.num_handed_over >= 12
+        listed = [(each.num_routed, each.num_continued) for each in _listed(fleet).engines]
+        assert listed == [(18, 0), (0, fleet.routing.num_handed_over)]
         assert fleet.stats().num_arrived > 0

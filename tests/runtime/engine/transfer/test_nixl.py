@@ -65,6 +65,27 @@ def test_pages_arrive_while_more_are_offered(pair: tuple[NixlTransport, NixlTran
 
 
 @needs_nixl
+def test_agents_of_peers_that_have_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_transport, "MOST_KNOWN", 2)
+    receiver = NixlTransport("127.0.0.1", 0, SECRET, IDENTITY, 1 << 20)
+    seen: list[list[str]] = []
+    for number in range(4):
+        sender = NixlTransport("127.0.0.1", 0, SECRET, IDENTITY, 1 << 20)
+        for lease in ("a", "b"):
+            assert sender.offer(lease, pages(number))
+            assert sender.offer(lease, None)
+            taken = Taken(receiver, Source(sender.address, lease))
+            assert taken.wait() is None
+            assert list(map(same, taken.pages, [pages(number)])) == [True]
+        sender.close()
+        seen.append(list(receiver._known.values()))
+    assert [len(each) for each in seen] == [1, 2, 2, 2]
+    assert not set(seen[0]) & set(seen[3])
+    receiver.close()
+    assert not receiver._known
+
+
+@needs_nixl
 def test_other_bytes_than_the_sender_had_are_refused(
     pair: tuple[NixlTransport, NixlTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
