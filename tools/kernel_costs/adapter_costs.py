@@ -103,7 +103,8 @@ def _seconds(product: Product, machine: Machine, tier: str) -> float:
     """By the models of a tier, or of the fastest, and the least by bytes."""
     least = product.weight_bytes / READ_BYTES
     both = Product(product.m, product.weight_rows, product.k, product.x, product.weight, product.out)
-    return max(least, gemm.TIERS[tier or gemm.choose(both, machine)].seconds(both, machine))
+    modelled: float = gemm.TIERS[tier or gemm.choose(both, machine)].seconds(both, machine)
+    return max(least, modelled)
 
 
 def _shrinking(product: Product, parts: int, adapters: int, warps: int) -> tuple[int, float]:
