@@ -87,8 +87,8 @@ class IkLlama(Peer):
         rows = re.findall(r"^\|([\d.| ]+)\|\s*$", said, re.MULTILINE)
         if len(rows) != 1:
             raise BenchmarkError(f"{NAME}'s {BATCHED} told no row of numbers: {said.strip()[-200:]!r}")
-        _, _, _, _, prompt_s, _, later_s, *_ = map(float, rows[0].split("|"))
-        return prompt_s, later_s
+        _, _, _, _, _, prompt_rate, _, later_rate, *_ = map(float, rows[0].split("|"))  # its seconds have 3 decimals
+        return count * length / prompt_rate, count * later / later_rate
 
     def _start(self, program: str, *options: str) -> str:
         """The text it wrote. Raises `PeerDiedError` if it fails, and `BenchmarkError` if it takes too long."""

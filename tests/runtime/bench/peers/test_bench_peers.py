@@ -256,7 +256,7 @@ if sys.argv[0].endswith("llama-bench"):
 else:
     prompt, later, count = (int(given[name]) for name in ("-npp", "-ntg", "-npl"))
     assert int(given["-c"]) == (prompt + later) * count, given
-    numbers = [prompt, later, count, 0, slow * 0.5, 0, slow * 0.25, 0, slow * 0.75, 0]
+    numbers = [prompt, later, count, 0, 0, count * prompt / (slow * 0.5), 0, count * later / (slow * 0.25), 0, 0]
     print("|    PP |     TG |", file=sys.stderr)
     print("|-------|--------|", file=sys.stderr)
     print("|" + " |".join(f"{{each:7}}" for each in numbers) + " |", file=sys.stderr)
