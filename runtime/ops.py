@@ -240,8 +240,8 @@ def _check_norm(op: str, x: Tensor, weight: LinearWeight, norm: RmsNorm | None) 
         if weight.is_normed:
             raise fail(op, "norm", "is None, but a norm's weights are multiplied into the weight")
         return ()
-    if not (weight.is_normed or weight.rounds_rows):
-        raise fail(op, "norm", "is given, but the weight neither has a norm's weights nor rounds rows")
+    if not weight.takes_norm:
+        raise fail(op, "norm", "is given, but products with the weight apply none")
     check(op, "norm.weight", norm.weight, x.device, float32, (x.shape[1],))
     return (norm,)
 

@@ -6,7 +6,7 @@
 Kernels: each section of gpu_check, and the serving of its models in all kinds of batches, runs on a dummy device that
     records launches (`gpu/checking/collect.py`). The recorded kernels are compiled, unless cached, into one bundle for
     each architecture, where KernelCache finds them by sources, specialisation and architecture. Cubins are checked to
-    need no symbol from elsewhere.
+    need no symbol from elsewhere. cases.json names the kernels of each case, for `gpu_check --changed-since`.
 
 Packages: wheels of this environment's versions, for the given Python and machine, of packages that a GPU image may lack
     or have too old. They are used only then (`gpu/checking/unpack.py`).
@@ -34,6 +34,7 @@ from packaging.requirements import Requirement  # noqa: E402
 from packaging.utils import canonicalize_name  # noqa: E402
 
 from runtime.device.compiled_kernel import Bundle, merge_bundles  # noqa: E402
+from tools.gpu.checking.changed import CASES  # noqa: E402
 from tools.gpu.checking.elf_symbols import undefined_symbols  # noqa: E402
 from tools.gpu.checking.unpack import PACKAGES  # noqa: E402
 from tools.gpu.sections import sections  # noqa: E402
@@ -61,9 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--sections {unknown[0]!r} is none of {', '.join(names)}")
     asked.folder.mkdir(parents=True, exist_ok=True)
     problems = []
+    cases: dict[str, dict[str, list[str]]] = {}
     for arch in asked.arch:
         chosen = [name for name in names if not asked.sections or name in asked.sections]
-        problems += write_kernels(asked.folder, arch, asked.image, chosen, is_quick=asked.quick)
+        problems += write_kernels(asked.folder, arch, asked.image, chosen, cases, is_quick=asked.quick)
+    (asked.folder / CASES).write_text(json.dumps(cases) + "\n", encoding="utf-8")
     if not asked.no_packages:
         write_packages(asked.folder, asked.python)
     size = sum(path.stat().st_size for path in asked.folder.iterdir())
@@ -74,11 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(problems))
 
 
-def write_kernels(folder: Path, arch: str, image: str, names: Sequence[str], *, is_quick: bool) -> list[str]:
-    """Writes the bundle of the sections' kernels. Returns the problems."""
+def write_kernels(
+    folder: Path, arch: str, image: str, names: Sequence[str], cases: dict[str, dict[str, list[str]]], *, is_quick: bool
+) -> list[str]:
+    """Writes the bundle of the sections' kernels, and their names by case to `cases`. Returns the problems."""
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
-        parts = collect(Path(scratch), arch, image, names, problems, is_quick=is_quick)
+        parts = collect(Path(scratch), arch, image, names, problems, cases, is_quick=is_quick)
         if not parts:
             return [*problems, f"{arch}: nothing was launched"]
         path = folder / f"gpu_check-{arch}-{image}.bundle"
@@ -93,8 +98,9 @@ def write_kernels(folder: Path, arch: str, image: str, names: Sequence[str], *, 
 
 
 def collect(
-    scratch: Path, arch: str, image: str, names: Sequence[str], problems: list[str], *, is_quick: bool
-) -> list[Path]:
+    scratch: Path, arch: str, image: str, names: Sequence[str], problems: list[str],
+    cases: dict[str, dict[str, list[str]]], *, is_quick: bool,
+) -> list[Path]:  # fmt: skip
     """A bundle of each section with launches; as many at once as there are cores."""
     device = "cuda:0" if image == "cubin" else f"emulated:{arch}"
     waiting = list(enumerate(names))
@@ -119,6 +125,9 @@ def collect(
             for what in ("refused", "odd"):
                 for where, why in found[what].items():
                     print(f"  {where}: {why.splitlines()[0]}", flush=True)
+            of_section = cases.setdefault(name, {})
+            for case, kernels in found["cases"].items():
+                of_section[case] = sorted({*of_section.get(case, ()), *kernels})
             parts += [part] * part.exists()
         time.sleep(0.1)
     return parts

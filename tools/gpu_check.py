@@ -12,7 +12,7 @@ nvcc is on the PATH. If torch is installed, it is a peer, and gives the timeline
 Each section is a family of cases in a process of its own. A case's result is written at once (`gpu/report.py`), so that
 a hang, a fault or the time limit costs only the current case. `--earlier` names the results of a previous run; its
 cases are not run again, failed ones only with `--retry`. The exit status is 1 if a case failed, 2 for a wrong command
-line.
+line. `--changed-since` names the bundle of a previous run: cases all of whose kernels it has are left out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from tools.gpu.checking.changed import Unchanged, unchanged_since  # noqa: E402
 from tools.gpu.checking.report import Report  # noqa: E402
 from tools.gpu.checking.runner import LEAST_S, Launcher, run_section  # noqa: E402
 from tools.gpu.checking.unpack import prepare  # noqa: E402
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--jobs {asked.jobs} is not at least 1")
     if unknown := [name for name in asked.sections or () if name not in names]:
         parser.error(f"--sections {unknown[0]!r} is none of {', '.join(names)}")
+    if asked.changed_since is not None and asked.bundle is None:
+        parser.error("--changed-since compares with --bundle, which is missing")
     options = Options(asked.device, asked.quick)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         try:
@@ -55,12 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             threads = str(max(1, (os.cpu_count() or 1) // asked.jobs))
             beside_others = Launcher({**alone.environment, **dict.fromkeys(THREADS, threads)})
             report = Report(asked.out, options, asked.earlier)
+            unchanged = unchanged_since(asked.changed_since, asked.bundle) if asked.changed_since else Unchanged()
         except (OSError, ValueError) as error:
             parser.error(str(error))
         if asked.retry:
             report.forget_errors()
         wanted = [section for section in sections() if not asked.sections or section.name in asked.sections]
         wanted = [section for section in wanted if not report.is_done(section.name)]
+        for name in [section.name for section in wanted if section.name in unchanged.sections]:
+            report.add(name, {"status": "skipped", "why": "no kernel has changed", "seconds": 0.0, "cases": {}})
+        wanted = [section for section in wanted if section.name not in unchanged.sections]
 
         def run(section: Section) -> None:
             left_s = asked.budget - (time.monotonic() - began)
@@ -70,7 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             launcher = alone if section.is_timed or asked.jobs == 1 else beside_others
             earlier = report.outcomes.get(section.name)
             found = run_section(
-                section, options, launcher, left_s, earlier, lambda outcome: report.add(section.name, outcome)
+                section,
+                options,
+                launcher,
+                left_s,
+                earlier,
+                lambda outcome: report.add(section.name, outcome),
+                unchanged.cases.get(section.name, ()),
             )
             print(f"{section.name}: {found['status']}, {found['seconds']} s  {found.get('why', '')}", flush=True)
 
@@ -95,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bundle", type=Path, metavar="FOLDER", help="what tools/gpu_bundle.py made")
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), metavar="FOLDER", help="for the results")
     parser.add_argument("--earlier", type=Path, metavar="FOLDER", help="results to go on with; may be the same")
+    parser.add_argument("--changed-since", type=Path, metavar="BUNDLE", help="leave out cases whose kernels it has")
     parser.add_argument("--retry", action="store_true", help="run the cases again that failed")
     parser.add_argument("--sections", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--jobs", type=int, default=1, help="so many untimed sections at once, then the timed")

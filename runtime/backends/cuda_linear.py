@@ -2,9 +2,10 @@
 
 A weight that a norm's weights are multiplied into (`RowWeight.is_normed`) takes rows as they are: its kernel scales the
 sums by `Tensor.deferred_norm`. A product with a residual leaves these for the next one; otherwise one launch adds them
-up. Packed weights have their norm in a launch before them, which rounds many rows to bytes where the product takes
-bytes. A packed weight that no tier reads (float32, exact segments, a tier that the user names), or that has more rows
-than its tiers are fast for, is dequantised first, every time: memory for one such matrix is needed then.
+up. Products of up to four rows with packed weights apply their norm themselves (`gemm.quantised_gemv`); else it is a
+launch before them, which rounds many rows to bytes where the product takes bytes. A packed weight that no tier reads
+(float32, exact segments, a tier that the user names), or that has more rows than its tiers are fast for, is dequantised
+first, every time: memory for one such matrix is needed then.
 
 In exact mode the sums over K are cut into segments (`numba_kernels.split_k`). With ``gemm="cublas"`` cuBLAS multiplies,
 as a reference for ours: bias and residual lie in the result before the product is added to them, so that they are
@@ -44,9 +45,8 @@ def linear(
     x: Tensor, weight: GpuWeight, residual: Tensor | None, out: Tensor | None, dtype: DType,
     norm: RmsNorm | None = None, *, low_rank: LowRank | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `ops.linear`; `dtype` is that of the result. A norm is left to it only where the weight is normed or rounds
-    rows."""
-    ranks = _ranks(low_rank)
+    """See `ops.linear`; `dtype` is that of the result."""
+    ranks, given_norm = _ranks(low_rank), norm
     x, norm = _normalised_apart(x, weight, norm)
     x = _in_order(x, weight)
     gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
@@ -78,7 +78,7 @@ def linear(
         if planned.num_squares:
             result.deferred_norm = Tensor.new((rows, planned.num_squares), float32, x.device)
             last = (result.deferred_norm.address,)
-        riding, between = _riding(gpu, low_rank, norm, planned)
+        riding, between = _riding(gpu, low_rank, given_norm, planned)
         gpu.launch(
             launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, *last, *riding
         )
@@ -107,7 +107,7 @@ def takes_low_rank(x: Tensor, weight: GpuWeight, norm: RmsNorm | None, activatio
     is_plain = weight.num_segments <= 1 and weight.tier != "cublas"
     if isinstance(weight, RowWeight):
         is_plain &= norm is None or weight.is_normed
-    else:  # rows are normalised before
+    else:
         is_plain &= isinstance(weight, PackedWeight) and (rows <= NEVER_ROUNDED or not weight.rounds_rows)
     if activation is None or not is_plain or not x.size or not width:
         return False
@@ -148,7 +148,7 @@ def linear_glu(
     x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | None = None, *, low_rank: LowRank | None = None
 ) -> Tensor:
     """See `ops.linear_glu`; as `linear`."""
-    ranks = _ranks(low_rank)
+    ranks, given_norm = _ranks(low_rank), norm
     x, norm = _normalised_apart(x, weight, norm)
     given, x = x, _in_order(x, weight)
     gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
@@ -165,7 +165,7 @@ def linear_glu(
     matrix, memory = _matrix_of(gpu, weight, planned)
     source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
     last = (matrix, matrix) if planned.takes_weight_again else (0,)
-    riding, between = _riding(gpu, low_rank, norm, planned)
+    riding, between = _riding(gpu, low_rank, given_norm, planned)
     gpu.launch(
         planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising, *last, *riding
     )
@@ -174,9 +174,9 @@ def linear_glu(
 
 
 def _normalised_apart(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[Tensor, RmsNorm | None]:
-    """x, and the norm that products still have to apply. Few rows, and unaligned ones, are never rounded, so that they
-    are normalised here."""
-    if norm is None or weight.is_normed or (x.shape[0] > NEVER_ROUNDED and x.address & 15 == 0 and not weight.exact):
+    """x, and the norm that the product's launches apply. Unaligned rows, and those of exact products, are normalised
+    here."""
+    if norm is None or weight.is_normed or (x.address & 15 == 0 and not weight.exact):
         return x, norm
     return rms_norm(x, norm.weight, norm.eps, None), None
 
@@ -199,9 +199,16 @@ def _rows(
     if planned.rounding is not None:
         source, scales, memory = _rounded_rows(gpu, x, planned, norm)
         return source, (scales, 0, 0.0), memory
-    if norm is not None and not weight.is_normed:
-        x, norm = rms_norm(x, norm.weight, norm.eps, None), None
-    return x.address, _normalising(x, weight, norm), x
+    if norm is None:
+        return x.address, _gemm.NO_SQUARES[:3], x
+    if weight.is_normed:
+        squares = _deferred_norm(x)
+        return x.address, (squares.address, squares.shape[1], norm.eps), x
+    assert planned.launch is not None
+    if planned.launch.specialisation.constants.get("takes_norm"):
+        return x.address, (norm.weight.address, 0, norm.eps), x
+    x = rms_norm(x, norm.weight, norm.eps, None)
+    return x.address, (0, 0, norm.eps), x  # low-rank sums may ride, which normalise their own rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, factor: float = 1.0) -> Tensor:
@@ -215,14 +222,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, fac
         )
         Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps, factor)
     return result
-
-
-def _normalising(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[int, int, float]:
-    """The squares of x's rows as products take them: address, number of parts, and eps."""
-    if norm is None or not weight.is_normed:
-        return _gemm.NO_SQUARES[:3]
-    squares = _deferred_norm(x)
-    return squares.address, squares.shape[1], norm.eps
 
 
 def deferred_norm(x: Tensor, parts: int) -> Tensor:

@@ -145,7 +145,7 @@ class Linear:
 
     def _normalised(self, x: Tensor) -> tuple[Tensor, RmsNorm | None]:
         """The product's arguments: x, and the norm if the product applies it."""
-        if self.norm is None or self.weight.is_normed or self.weight.rounds_rows:
+        if self.norm is None or self.weight.takes_norm:
             return x, self.norm
         return ops.rms_norm(x, self.norm.weight, self.norm.eps), None
 

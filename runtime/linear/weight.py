@@ -99,11 +99,13 @@ class LinearWeight:
             magnitude, "groups" of 128 of K by theirs, or all by a "static" scale; products of many rows on a GPU may
             then. Else "".
         rounds_x: whether every product rounds x, to bfloat16 or int8.
+        takes_norm: whether products may be given the norm of x's rows, to apply it in their own launches.
     """
 
     activations: DType
     is_normed = False
     rounds_x = False
+    takes_norm = False
     rounds_rows: DynamicQuantisation = ""
     __slots__ = ("device", "format", "num_segments", "shape", "size_bytes")
 
@@ -219,7 +221,7 @@ class GpuWeight(LinearWeight):
 
     __slots__ = (
         "activations", "address", "bias", "bias_address", "elements", "exact", "input_scale", "is_normed", "memory",
-        "plans", "rounds_rows", "tier", "whole_shape",
+        "plans", "rounds_rows", "takes_norm", "tier", "whole_shape",
     )  # fmt: skip
 
     def __init__(
@@ -238,7 +240,7 @@ class GpuWeight(LinearWeight):
         rounds_rows: DynamicQuantisation = "",
         input_scale: float = 0.0,
     ) -> None:
-        self.is_normed = is_normed
+        self.is_normed = self.takes_norm = is_normed
         self.rounds_rows = rounds_rows
         self.input_scale = input_scale
         self.memory = memory
@@ -306,6 +308,7 @@ class PackedWeight(GpuWeight):
         self.packing: Packing = found
         self.order = order
         super().__init__(shape, format, block, activations, bias, tier, **settings)
+        self.takes_norm = self.rounds_rows != "" or (order is None and tier == "auto" and not self.exact)
         self.size_bytes += 0 if order is None else order.size_bytes
 
 

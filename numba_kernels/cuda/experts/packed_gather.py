@@ -125,7 +125,7 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
         for other in range(WARPS):
             most = max(most, greatest[other])
         factor, unfactor = scale_by(most)
-        stage(x_row, shared, warp, uint32(WARPS), k, padded, factor, lane)
+        stage(x_row, uint64(0), shared, warp, uint32(WARPS), k, padded, factor, lane)
         sync_block()
         at = place(shared, padded, lane)
         turn = uint32(0)
@@ -250,7 +250,7 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
             other = uint32(other + uint32(1))
         factor, unfactor = scale_by(most)
         staged = uint32(staged + rank * padded * uint32(row_width))
-        stage(h_row, staged, stream, streams, k, padded, factor, lane)
+        stage(h_row, uint64(0), staged, stream, streams, k, padded, factor, lane)
         sync_block()
         at = place(staged, padded, lane)
         goes_on = uint32(1)

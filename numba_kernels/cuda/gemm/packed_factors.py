@@ -29,6 +29,7 @@ from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.byte_mma import f32_from_s32, multiply_bytes
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import floats_loader, vector_loader
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import load_all, multiply_all
 from numba_kernels.cuda.intrinsics.math import minimum_u32
@@ -47,6 +48,7 @@ _NOTHING, _SIGNS = 0x00808080, 0x80808080
 _LARGEST_WHOLE, _LARGEST_HALF = 21, 14  # the exponent of x's largest number
 _INFINITE = 0x7F80
 
+load_row, _load_weights = vector_loader("bf16"), floats_loader(8)
 as_float = instruction("mov.b32 $0, $1;", "f", "r", is_pure=True)
 _bytes_of = instruction("prmt.b32 $0, $1, $2, $3;", "r", "r r r", is_pure=True)
 
@@ -61,8 +63,8 @@ class Factors:
         plane_bytes: of each number in a plane.
         part_type: of a group's sums; `num_parts` of them a lane.
         scale_by: ``largest magnitude's bits -> (factor of x, factor of sums)``.
-        stage: ``(x_row, target, part, parts, k, padded, factor, lane)``: this warp's chunks of a row go to shared
-            memory, zeros after k.
+        stage: ``(x_row, norm, target, part, parts, k, padded, factor, lane)``: this warp's chunks of `numbers_of` a row
+            go to shared memory, zeros after k.
         place: ``(target, padded, lane) -> address`` of the lane's first numbers, for the first product; the second
             one's are two rows on.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
@@ -93,6 +95,29 @@ def factors_of(packing: Packing, rows: int = 1) -> Factors:
     if packing.element == "e4m3":
         return _halves(packing.element, packing.lane_words, rows)
     raise ValueError(f"packing: rows of bfloat16 are not multiplied by {packing.element}")
+
+
+@device_function
+def numbers_of(x_row, norm, at):
+    """8 numbers of a row from `at` on, times the norm's weights, float32 at that address unless it is 0."""
+    return times_norm(load_row(x_row + uint64(at) * uint64(2)), norm, at)
+
+
+@device_function
+def times_norm(values, norm, at):
+    """8 numbers of a row from `at` on, times the norm's weights."""
+    a, b, c, d, e, f, g, h = values
+    if norm != uint64(0):
+        weights = _load_weights(norm + uint64(at) * uint64(4))
+        a *= weights[0]
+        b *= weights[1]
+        c *= weights[2]
+        d *= weights[3]
+        e *= weights[4]
+        f *= weights[5]
+        g *= weights[6]
+        h *= weights[7]
+    return a, b, c, d, e, f, g, h
 
 
 def _scaler(largest: int) -> Any:
@@ -140,18 +165,16 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
         return uint32(top ^ uint32(_SIGNS)), uint32(middle ^ uint32(_SIGNS)), uint32(last ^ uint32(_SIGNS))
 
     @device_function
-    def stage(x_row, target, part, parts, k, padded, factor, lane):
+    def stage(x_row, norm, target, part, parts, k, padded, factor, lane):
         numbers = cuda.local.array(8, uint32)
         at = uint32((part * uint32(32) + lane) * uint32(8))
         while at < padded:
             for e in range(8):
                 numbers[e] = uint32(_NOTHING)
             if at < k:
-                words = memory.load_4xb32(x_row + uint64(at) * uint64(2))
-                for e in range(4):
-                    low, high = convert.unpack_bf16(words[e])
-                    numbers[2 * e] = whole(low, factor)
-                    numbers[2 * e + 1] = whole(high, factor)
+                values = numbers_of(x_row, norm, at)
+                for e in range(8):
+                    numbers[e] = whole(values[e], factor)
             a, b, c = planes_of(numbers[first[0]], numbers[first[1]], numbers[first[2]], numbers[first[3]])
             d, e, f = planes_of(numbers[second[0]], numbers[second[1]], numbers[second[2]], numbers[second[3]])
             # Step at // 32, lane (at // 8) % 4 of a row: two steps are 64 bytes of a plane.
@@ -220,20 +243,16 @@ def _halves(element: str, lane_words: int, rows: int) -> Factors:
     multiply = multiply_all("f16", ((0, (0, 4, 1, 5), (0, 1)), (0, (2, 6, 3, 7), (2, 3))))
 
     @device_function
-    def stage(x_row, target, part, parts, k, padded, factor, lane):
+    def stage(x_row, norm, target, part, parts, k, padded, factor, lane):
         at = uint32((part * uint32(32) + lane) * uint32(8))
         while at < padded:
             a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
             if at < k:
-                words = memory.load_4xb32(x_row + uint64(at) * uint64(2))
-                low, high = convert.unpack_bf16(words[0])
-                a = convert.pack_f16(low * factor, high * factor)
-                low, high = convert.unpack_bf16(words[1])
-                b = convert.pack_f16(low * factor, high * factor)
-                low, high = convert.unpack_bf16(words[2])
-                c = convert.pack_f16(low * factor, high * factor)
-                low, high = convert.unpack_bf16(words[3])
-                d = convert.pack_f16(low * factor, high * factor)
+                values = numbers_of(x_row, norm, at)
+                a = convert.pack_f16(values[0] * factor, values[1] * factor)
+                b = convert.pack_f16(values[2] * factor, values[3] * factor)
+                c = convert.pack_f16(values[4] * factor, values[5] * factor)
+                d = convert.pack_f16(values[6] * factor, values[7] * factor)
             memory.shared_store_4xb32(uint32(target + at * uint32(2)), (a, b, c, d))
             at = uint32(at + parts * uint32(256))
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.packed_factors import Factors, as_float, factors_of
-from numba_kernels.cuda.intrinsics import memory
+from numba_kernels.cuda.gemm.packed_factors import Factors, as_float, factors_of, load_row, times_norm
+from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import load_all
 from numba_kernels.cuda.intrinsics.memory import load_f32
-from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp
+from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, warp_sum
 from numba_kernels.cuda.packed_sections import sections_of
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_of
 
@@ -258,6 +258,22 @@ def largest(x_row, part, parts, k, lane):
             most = max(most, (words[e] >> uint32(16)) & uint32(0x7FFF))
         at = uint32(at + parts * uint32(256))
     return maximum_u32_of_warp(most)
+
+
+@device_function
+def largest_normed(x_row, norm, part, parts, k, lane):
+    """(the bits of the largest magnitude, cut to bfloat16, of this warp's chunks of a row times the norm's weights; the
+    sum of the squares of the row's numbers themselves)."""
+    most, squares = uint32(0), float32(0)
+    at = uint32((part * uint32(32) + lane) * uint32(8))
+    while at < k:
+        values = load_row(x_row + uint64(at) * uint64(2))
+        scaled = times_norm(values, norm, at)
+        for e in range(8):
+            squares += values[e] * values[e]
+            most = max(most, (convert.bits_from_f32(scaled[e]) >> uint32(16)) & uint32(0x7FFF))
+        at = uint32(at + parts * uint32(256))
+    return maximum_u32_of_warp(most), warp_sum(squares)
 
 
 def can_read(packing: Packing | None) -> bool:

@@ -10,6 +10,9 @@ some 0.4 µs on an H200.) The weight's first loads start before the previous gri
 meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone, and a row has
 the same bits alone and beside others.
 
+Every block can apply the RMSNorm before the product itself: x's rows are staged times the norm's weights, their squares
+are added up on the way, and the finished sums are scaled. `norm` is the address of these weights, or 0.
+
 Low-rank sums of adapters may ride on the launch (`riding`).
 
 Threads: x lanes, y the streams of K, z the teams.
@@ -23,7 +26,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.adapters import riding
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, scale_element, scale_of_row
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
@@ -31,6 +34,7 @@ from numba_kernels.cuda.gemm.packed_stream import (
     ROWS,
     can_read,
     largest,
+    largest_normed,
     packed_reader,
     row_bytes,
 )
@@ -41,7 +45,7 @@ from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_f32, warp_sum
 from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
 from numba_kernels.cuda.specialisation import HALF_SHARED_BYTES, Launch, Specialisation
 
@@ -58,7 +62,8 @@ _RING_INSTRUCTIONS = 60  # that a stage takes besides
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
 _SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10}  # of a block, less what ptxas rounds up
 _LEAST_SHARED_BYTES = 98 << 10  # on other architectures
-_SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + BLOCK_WARPS * 4 + 4  # of a row, in static shared memory
+_SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + 2 * BLOCK_WARPS * 4 + 4  # of a row, in static shared memory
+NUMBERS_A_LINE = 32  # of the norm's weights, in a line of a cache
 NUM_ROWS = (1, 2, 4)  # of x, that a kernel is made for
 _TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a"), ("e2m1", 2): ("sm_80",)}
 """Architectures where kernels of an element and so many rows spill."""
@@ -88,10 +93,13 @@ def _kernel(
 
     @device_function
     def multiply_blocks(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, added
     ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
-        greatest = cuda.shared.array((num_rows, warps), uint32)
+        greatest, row_squares = (
+            cuda.shared.array((num_rows, warps), uint32),
+            cuda.shared.array((num_rows, warps), float32),
+        )
         wholes = cuda.shared.array(num_rows, float32)  # the factors of finished sums
         partial = cuda.shared.array((2, warps, num_rows, ROWS), float32)  # of these columns, and of the next
         if has_ring:
@@ -136,13 +144,22 @@ def _kernel(
         else:
             aim(rows, scale_rows, weight, at_first, both, k, first, lane)
             begin(words, scales, rows, scale_rows, first, last)
-        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
+        line = uint32((warp * uint32(32) + lane) * uint32(NUMBERS_A_LINE))
+        while norm != uint64(0) and line < k:
+            memory.prefetch(norm + uint64(line) * uint64(4))
+            line = uint32(line + uint32(warps * 32 * NUMBERS_A_LINE))
+        wait_for_previous_grid()  # the weights are immutable; x may be the previous grid's output
         launch_dependents()
         row = uint32(0)
         while row < m:
-            most = largest(x + uint64(row) * uint64(k) * uint64(2), warp, uint32(warps), k, lane)
+            x_row, own_squares = x + uint64(row) * uint64(k) * uint64(2), float32(0.0)
+            if norm == uint64(0):
+                most = largest(x_row, warp, uint32(warps), k, lane)
+            else:
+                most, own_squares = largest_normed(x_row, norm, warp, uint32(warps), k, lane)
             if lane == uint32(0):
                 greatest[row, warp] = most
+                row_squares[row, warp] = own_squares
             row = uint32(row + uint32(1))
         sync_block()
         row = uint32(0)
@@ -152,9 +169,12 @@ def _kernel(
                 there, most = k, maximum_u32_of_warp(greatest[row, lane & uint32(warps - 1)])
             factor, unfactor = scale_by(most)
             x_row, target = x + uint64(row) * uint64(k) * uint64(2), uint32(shared + row * row_of_x)
-            stage(x_row, target, warp, uint32(warps), there, padded, factor, lane)
+            stage(x_row, norm, target, warp, uint32(warps), there, padded, factor, lane)
             if row < m and warp == row:
-                whole = scale_element(unfactor * float32(shift), scale_of_row(x_squares, row, x_parts, k, eps))
+                whole = unfactor * float32(shift)
+                if norm != uint64(0):
+                    total = warp_sum(row_squares[row, lane] if lane < uint32(warps) else float32(0.0))
+                    whole = scale_element(whole, norm_scale(total, k, eps))
                 if lane == uint32(0):
                     wholes[row] = whole
             row = uint32(row + uint32(1))
@@ -220,25 +240,27 @@ def _kernel(
             tile = following
             turn ^= uint32(1)
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares):
         multiply_blocks(
             uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            x_squares, x_parts, eps, squares, (),
+            norm, eps, squares, (),
         )  # fmt: skip
 
     def adapted_gemm(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
-        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares, x_rows, adapters, downs, ups,
+        ranges, own_norm, between, counters, ranks, num_slots, num_ranges, shrinking,
     ):  # fmt: skip
         block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
+        added = (
+            x_rows, adapters, downs, ups, ranges, own_norm, between, counters, ranks, num_slots, num_ranges, shrinking,
+        )  # fmt: skip
         if block < shrinking:
             shrink(block, warp, lane, m, k, eps, added)
         else:
             multiply_blocks(
                 uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
-                m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added,
+                m, n, k, bias_is_f32, norm, eps, squares, added,
             )  # fmt: skip
         is_first_thread = lane == uint32(0) and warp == uint32(0)
         riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
@@ -257,7 +279,7 @@ def _kernel(
         constants={
             "dtype": DTYPE, "weight": weight_name, "out_dtype": out_dtype, "activation": activation,
             "has_turns": has_turns, "ring_slots": ring_slots, "rows": rows,
-            "square_columns": 0 if is_gated else ROWS,
+            "square_columns": 0 if is_gated else ROWS, "takes_norm": True,
         },
     )  # fmt: skip
 
@@ -332,7 +354,7 @@ def ring_of(
     fits."""
     if takes_adapters and machine.arch != riding.RINGS_ON:
         return 0, 0
-    static_bytes = 2 * RING_WARPS * rows * ROWS * 4 + RING_WARPS * MOST_STAGES * 8 + rows * (RING_WARPS + 1) * 4
+    static_bytes = 2 * RING_WARPS * rows * ROWS * 4 + RING_WARPS * MOST_STAGES * 8 + rows * (2 * RING_WARPS + 1) * 4
     static_bytes += riding.shared_bytes(RING_WARPS, rows) if takes_adapters else 0
     x_bytes = rows * (row_bytes(packing, k) + ROW_GAP)
     for slots in SLOTS:

@@ -33,6 +33,8 @@ stream_4xf32 = instruction("ld.global.nc.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [
 stream_early_4xb32 = instruction("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
 stream_early_4xf32 = instruction("ld.global.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 
+prefetch = instruction("prefetch.global.L2 [$0];", "", "l")  # into the second-level cache
+
 store_b8 = instruction("{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.b8 [$0], t; }", "", "l r")
 store_b16 = instruction("st.global.b16 [$0], $1;", "", "l h")
 store_b32 = instruction("st.global.b32 [$0], $1;", "", "l r")

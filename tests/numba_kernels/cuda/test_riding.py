@@ -48,12 +48,12 @@ def quantised(kind: str, matrix: np.ndarray[Any, Any]) -> QuantizedMatrix:
 _EXHAUSTIVE = [
     ("sm_90a", "", True, "", 2),
     ("sm_90a", "", True, "silu", 2), ("sm_80", "", False, "", 2), ("sm_80", "", True, "silu", 2),
-    ("sm_90a", "int4", False, "", 4), ("sm_90a", "fp8", False, "", 2), ("sm_90a", "fp8", False, "silu", 4),
-    ("sm_80", "int4", False, "silu", 1), ("sm_80", "fp8", False, "", 1),
+    ("sm_90a", "int4", False, "", 4), ("sm_90a", "fp8", False, "", 2), ("sm_90a", "fp8", True, "silu", 4),
+    ("sm_80", "int4", True, "silu", 1), ("sm_80", "fp8", False, "", 1),
     ("sm_90a", "int8", False, "", 1), ("sm_90a", "mxfp4", False, "silu", 1), ("sm_90a", "mxfp4", False, "", 4),
     ("sm_90a", "zeros", False, "silu", 1), ("sm_90a", "zeros", False, "", 32), ("sm_90a", "order", False, "", 2),
     ("sm_90a", "order", False, "silu", 8), ("sm_90a", "", True, "", 3), ("sm_90a", "", True, "silu", 32),
-    ("sm_90a", "int4", False, "silu", 32), ("sm_90a", "int8", False, "", 16), ("sm_90a", "fp8", False, "silu", 8),
+    ("sm_90a", "int4", True, "silu", 32), ("sm_90a", "int8", False, "", 16), ("sm_90a", "fp8", False, "silu", 8),
     ("sm_90a", "mxfp4", False, "", 24), ("sm_80", "", False, "", 20), ("sm_80", "int4", False, "silu", 8),
 ]  # fmt: skip
 
@@ -61,7 +61,7 @@ _EXHAUSTIVE = [
 @pytest.mark.parametrize(
     ("arch", "rounding", "is_normed", "activation", "num_rows"),
     [
-        ("sm_90a", "", True, "", 8), ("sm_90a", "int4", False, "silu", 2),
+        ("sm_90a", "", True, "", 8), ("sm_90a", "int4", True, "silu", 2),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in _EXHAUSTIVE),
     ],
 )  # fmt: skip

@@ -136,14 +136,14 @@ def test_gated_units(gpu, name, sizes):
     ],
 )  # fmt: skip
 @pytest.mark.exhaustive_cases("e4m3")
-def test_few_rows_are_the_same_alone(gpu, name, m, activation):
-    """Not exact mode's kernel: each of a few rows has its own factor and its own sums. One of them is not finite."""
+def test_normalised_rows_are_the_same_alone(gpu, name, m, activation):
+    """Not exact mode's kernel, but each of a few rows has its own norm, factor and sums. One of them is not finite."""
     n, k = 48, 1096
     matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
     x = np.random.default_rng(m).standard_normal((m, k)) * np.logspace(-20, 3, m)[:, None]
     x[m - 1, 100] = np.inf
     x, weight = x.astype(numpy_dtype("bf16")), put(gpu, matrix.block)
-    squares = np.random.default_rng(m).uniform(1, 2, (m, 4)).astype(np.float32)
+    norm = put(gpu, np.random.default_rng(9).uniform(-2, 2, k).astype(np.float32))
 
     def rows(first: int, last: int) -> np.ndarray:
         count = last - first
@@ -151,16 +151,25 @@ def test_few_rows_are_the_same_alone(gpu, name, m, activation):
         asked = gemm.Product(count, n, k, "bf16", name, "bf16", epilogue)
         launch = gemm.plan(asked, gemm.machine_of(gpu.arch), "quantised_gemv")
         assert "quantised_gemv" in launch.specialisation.name
-        given, parts, out = put(gpu, x[first:last]), put(gpu, squares[first:last]), empty(gpu, (count, n), "bf16")
-        gpu.launch(launch, given.address, weight.address, 0, 0, out.address, count, n, k, 0, parts.address, 4, 1e-6, 0)
+        given, out = put(gpu, x[first:last]), empty(gpu, (count, n), "bf16")
+        gpu.launch(launch, given.address, weight.address, 0, 0, out.address, count, n, k, 0, norm.address, 0, 1e-6, 0)
         return get(gpu, out, (count, n), "bf16").view(np.uint16)
 
     whole = rows(0, m)
     for row in range(m):
         assert_equal(rows(row, row + 1), whole[row : row + 1])
     values = whole.view(numpy_dtype("bf16")).astype(np.float32)
-    assert np.isfinite(values[: m - 1]).all()
     assert np.isnan(values[m - 1]).all()
+    wide = x[: m - 1].astype(np.float64)
+    scaled = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-6) * get(gpu, norm, (k,), "f32")
+    expected = scaled @ matrix.values.T
+    bound = (2.0**-8 + 2 * k * 2.0**-24) * (np.abs(scaled) @ np.abs(matrix.values).T)
+    if activation:
+        (gate, up), (of_gate, of_up) = np.split(expected, 2, 1), np.split(bound, 2, 1)
+        expected = gate / (1 + np.exp(-gate)) * up
+        bound = 1.2 * (of_gate * np.abs(up) + of_up * np.abs(gate) + of_gate * of_up)
+    error = np.abs(values[: m - 1] - expected)
+    assert (error <= bound + 2.0**-8 * np.abs(expected) + 1e-37).all()
 
 
 @pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.quantized.on_load import HEAD
 from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
@@ -19,6 +20,8 @@ from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
+from runtime.linear.packed_matrix import MatrixPart, prepare_packed
+from runtime.linear.quantise import quantise
 from runtime.tensor.tensor import Tensor
 from tests.oracles.dense import relative_error
 
@@ -234,6 +237,25 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
     with pytest.raises(InvalidArgumentError, match="norm is None, but a norm's weights are multiplied"):
         ops.linear(hidden, behind)
+
+
+def test_a_packed_weight_normalises_few_rows(launched: list[str]) -> None:
+    """In the product's launch."""
+    rng, device = np.random.default_rng(7), Device("emulated:sm_90a")
+    matrix, weights = rng.standard_normal((70, 264)).astype(np.float32), rng.uniform(-2, 2, 264).astype(np.float32)
+    rounded = quantise(matrix, HEAD)
+    options = LoadOptions(device=device, dtype=DType.parse("bfloat16"))
+    packed = prepare_packed([MatrixPart(rounded, slice(None), slice(None))], None, options, None)
+    norm = RmsNorm(Tensor.from_numpy(weights).to(device), 1e-5, median=1.0)
+    rows = Tensor.from_numpy(rng.standard_normal((4, 264)).astype(np.float32)).to("bfloat16")
+    x = rows.to(device)[1:]
+    expected = rows.to("float32").array[1:].astype(np.float64)
+    expected = expected / np.sqrt((expected**2).mean(1, keepdims=True) + 1e-5) * weights
+    expected = expected @ rounded.dequantise(DType.parse("float32")).astype(np.float64).T
+    launched.clear()
+    actual = Linear(packed, norm=norm)(x)
+    assert [name.split("_ring")[0] for name in launched] == ["gemm_quantised_gemv_u8_bf16_4"]
+    assert relative_error(actual.to("cpu").to("float32").array, expected) <= 4e-3
 
 
 class Shift:

@@ -5,7 +5,7 @@
 The section's own code runs on a dummy device, at the sizes and on the paths of the real one, and every requested kernel
 is recorded. Results are zeros, so that a case's comparisons fail after its launches; those of tests are ignored
 (`make_lenient`). Then each kernel is compiled into the section's bundle. The last line printed is JSON: {"kernels",
-"compiled", "refused": {kernel: why}, "odd": {case: error}}.
+"compiled", "refused": {kernel: why}, "odd": {case: error}, "cases": {case: [kernel]}}.
 """
 
 from __future__ import annotations
@@ -59,28 +59,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", type=Path, required=True, help="the bundle to write; none where nothing is launched")
     asked = parser.parse_args(arguments)
     section, options = find(asked.section), Options(asked.device, asked.quick, is_dry=True)
-    found = dry_device(asked.device, asked.arch)
-    odd = run_dry(section, options)
+    found, launched = dry_device(asked.device, asked.arch)
+    odd, cases = run_dry(section, options, launched)
     wanted = [*found.specialisations, *served(section, options, asked.arch)]
     kernels, refused, compiled = compile_all(wanted, asked.arch, is_ptx=not options.is_real)
     if kernels:
         write_bundle(asked.part, kernels)
     print()
-    print(json.dumps({"kernels": len(kernels), "compiled": compiled, "refused": refused, "odd": odd}))
+    print(json.dumps({"kernels": len(kernels), "compiled": compiled, "refused": refused, "odd": odd, "cases": cases}))
     return 0
 
 
-def dry_device(name: str, arch: str) -> KernelList:
-    """Replaces the device of that name by a dummy for the rest of the process; returns the kernels requested of it."""
-    device = Device(name)
-    driver = _DryDriver(DryDriver(arch), cuda_bindings("the kernels' compiler"), arch=device.arch)
+def dry_device(name: str, arch: str) -> tuple[KernelList, set[str]]:
+    """Replaces the device of that name by a dummy for the rest of the process; returns the kernels requested of it, and
+    the set to which it adds the names of those that it launches."""
+    device, noting = Device(name), NotingDriver(arch)
+    driver = _DryDriver(noting, cuda_bindings("the kernels' compiler"), arch=device.arch)
     driver.call("cuInit", 0)
     for module in (device_module, gpu_module):
         vars(module)["open_driver"] = lambda arch=None: driver
     vars(nccl_module)["load"] = lambda: Nccl(DryNccl(driver.api), is_emulated=True, is_dry=True)
     found = KernelList()
     Gpu(device, driver, kernel_cache=found).install()
-    return found
+    return found, noting.launched
+
+
+class NotingDriver(DryDriver):
+    """Notes the names of the kernels that it is to launch, in `launched`."""
+
+    def __init__(self, arch: str) -> None:
+        super().__init__(arch)
+        self._names: dict[int, str] = {}
+        self.launched: set[str] = set()
+
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, int]:  # type: ignore[override]
+        status, function = self._new()
+        self._names[function] = name.decode()
+        return status, function
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, *_: Any) -> tuple[Any]:  # type: ignore[override]
+        self.launched.add(self._names[int(function)])
+        return self._accept()
 
 
 class _DryDriver(Driver):
@@ -90,23 +109,31 @@ class _DryDriver(Driver):
         return prototype(getattr(self.api, name))
 
 
-def run_dry(section: Section, options: Options) -> dict[str, str]:
-    """Runs the cases; returns errors other than failed comparisons, by case."""
+def run_dry(section: Section, options: Options, launched: set[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Runs the cases; returns errors other than failed comparisons, and the names of launched kernels, both by case."""
     errors: dict[str, str] = {}
+    cases: dict[str, list[str]] = {}
     if section.is_session:
         make_lenient()
 
         def report(**line: Any) -> None:
+            if "begin" in line:
+                launched.clear()
+            if "end" in line:
+                cases[line["end"]] = sorted(launched)
             if "error" in line:
                 errors[line["end"]] = line["error"].split("\n")[0]
 
         section.start(options, (), report)
     else:
         for case in section.start(options):
+            launched.clear()
             found = outcome(case)
+            cases[case.name] = sorted(launched)
             if "error" in found:
                 errors[case.name] = found["error"]
-    return {name: error[:300] for name, error in errors.items() if not any(kind in error for kind in EXPECTED)}
+    odd = {name: error[:300] for name, error in errors.items() if not any(kind in error for kind in EXPECTED)}
+    return odd, cases
 
 
 def served(section: Section, options: Options, arch: str) -> list[Specialisation]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,10 @@ class Launcher:
 
 def run_section(
     section: Section, options: Options, launcher: Launcher, left_s: float, earlier: Outcome | None,
-    report: Callable[[Outcome], None],
+    report: Callable[[Outcome], None], unchanged: Collection[str] = (),
 ) -> Outcome:  # fmt: skip
     """Runs the rest of a section. `earlier`: results of a previous run. `left_s`: remaining seconds of the whole check.
-    `report` gets each new outcome."""
+    `report` gets each new outcome. Cases in `unchanged` are left out."""
     found: Outcome = {"status": "unfinished", "seconds": 0.0, "cases": {}, **(earlier or {})}
     if section.needs_hardware and not options.is_real:
         return found | {"status": "skipped", "why": "needs a GPU"}
@@ -56,7 +56,7 @@ def run_section(
         if deadline - time.monotonic() < LEAST_S:
             break
         num_known = len(found["cases"])
-        is_over, log = _run_process(section, options, launcher, found["cases"], deadline, patience)
+        is_over, log = _run_process(section, options, launcher, found["cases"], unchanged, deadline, patience)
         found["seconds"] = round(before_s + time.monotonic() - start, 1)
         if log:
             found["log"] = (found.get("log", "") + log)[-LOG_CHARACTERS:]
@@ -76,13 +76,14 @@ def run_section(
 
 
 def _run_process(
-    section: Section, options: Options, launcher: Launcher, cases: dict[str, Any], deadline: float, patience: float
-) -> tuple[bool, str]:
+    section: Section, options: Options, launcher: Launcher, cases: dict[str, Any], unchanged: Collection[str],
+    deadline: float, patience: float,
+) -> tuple[bool, str]:  # fmt: skip
     """Adds to `cases`. Returns whether the section is done, and the end of a failed process's output."""
     with tempfile.TemporaryDirectory() as folder:
         results, known, log = (Path(folder) / name for name in ("results", "known.json", "log"))
         results.touch()
-        known.write_text(json.dumps(list(cases)), encoding="utf-8")
+        known.write_text(json.dumps([*cases, *unchanged]), encoding="utf-8")
         command = [
             *launcher.command, section.name, "--device", options.device, *["--quick"] * options.is_quick,
             "--results", str(results), "--known", str(known),
