@@ -139,6 +139,13 @@ def sections() -> Iterator[Section]:
         "qwen3-0.6b batches", "serving.models:batches", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b",
         is_timed=True,
     )  # fmt: skip
+    yield Section(
+        "early starts", "serving.early_starts:cases", 60, 50, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
+    )
+    yield Section(
+        "start over HTTP", "serving.start_over_http:cases", 60, 50, models=("qwen3-8b",), argument="qwen3-8b",
+        is_timed=True,
+    )  # fmt: skip
     for model in ("gpt-oss-20b", "qwen3-8b int4", "qwen3-8b fp8", "12 layers of qwen3-30b-a3b"):
         yield Section(model, "serving.models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
     yield Section("verification", "serving.models:verification", 25, 20, argument="qwen3-8b", is_timed=True)

@@ -117,7 +117,7 @@ def test_gated_products(gate: str) -> None:
 
 
 class FakeSection:
-    is_session = False
+    is_session = is_timed = False
 
     def __init__(self, *cases: Case) -> None:
         self._cases = cases

@@ -3,7 +3,8 @@
 Results go to FILE at once, a line of JSON each:
 
     {"begin": case}
-    {"end": case, "seconds": 1.2, "result": {...}}     or "error": "AssertionError: ..." in place of the result
+    {"end": case, "seconds": 1.2, "result": {...}}     or "error": "AssertionError: ..." in place of the result;
+                                                       timed cases on a GPU have "clocks" beside it
     {"over": true}                                     no case is left
 
 A case that loses the device, such as by a kernel's fault, is the process's last: it ends with status LOST.
@@ -24,6 +25,7 @@ from typing import Any
 
 from runtime.device.gpu import Gpu
 from runtime.errors import DeviceError
+from tools.gpu.checking.clocks import clocks
 from tools.gpu.sections import Case, Options, Section, find
 
 LOST = 3
@@ -70,7 +72,12 @@ def run(section: Section, options: Options, path: Path, known: Collection[str] =
             if case.name not in known:
                 lines.write(begin=case.name)
                 start = time.monotonic()
-                found = outcome(case)
+                if section.is_timed and options.is_real:
+                    with clocks(options.device) as sampled:
+                        found = outcome(case)
+                    found["clocks"] = sampled
+                else:
+                    found = outcome(case)
                 lines.write(end=case.name, seconds=round(time.monotonic() - start, 2), **found)
                 gc.collect()
     lines.write(over=True)

@@ -194,7 +194,7 @@ def batch_1(options: Options, name: str) -> Iterator[Case]:
     """Loading, one sequence, and the profile of one of its steps."""
     model = Model(options, name, max_num_seqs=2 if options.is_quick else 8)
     yield Case("load", lambda: _load(model))
-    yield Case("batch 1", lambda: _decode(model, 1))
+    yield Case("batch 1", lambda: decode(model, 1))
     yield Case("timeline of a step", lambda: _timeline(model))
     model.close()
 
@@ -205,10 +205,11 @@ def batches(options: Options, name: str) -> Iterator[Case]:
     model = Model(options, name, max_num_seqs=max(counts))
     for count in counts:
         shorter = None if options.is_quick else min(CONTEXT, PROMPT_TOKENS // count)
-        yield Case(f"batch {count}", functools.partial(_decode, model, count, prompt_len=shorter))
+        yield Case(f"batch {count}", functools.partial(decode, model, count, prompt_len=shorter))
     yield Case("timeline of a step", lambda: _timeline(model, counts[0]))
     for length in (20,) if options.is_quick else PREFILLS:
         yield Case(f"prefill {length}", functools.partial(_prefill, model, length))
+    yield Case("timeline of a prompt", lambda: _timeline_of_a_prompt(model))
     model.close()
 
 
@@ -278,10 +279,11 @@ def in_short(options: Options, name: str) -> Iterator[Case]:
     count = 2 if options.is_quick else 32
     model = Model(options, name, max_num_seqs=count)
     yield Case("load", lambda: _load(model))
-    yield Case("batch 1", lambda: _decode(model, 1))
-    yield Case(f"batch {count}", lambda: _decode(model, count, prompt_len=6 if options.is_quick else QUICK_CONTEXT))
+    yield Case("batch 1", lambda: decode(model, 1))
+    yield Case(f"batch {count}", lambda: decode(model, count, prompt_len=6 if options.is_quick else QUICK_CONTEXT))
     length = 20 if options.is_quick else PREFILLS[0]
     yield Case(f"prefill {length}", lambda: _prefill(model, length))
+    yield Case("timeline of a prompt", lambda: _timeline_of_a_prompt(model))
     yield Case("timeline of a step", lambda: _timeline(model))
     model.close()
 
@@ -298,7 +300,7 @@ def _load(model: Model) -> Result:
     }  # fmt: skip
 
 
-def _decode(model: Model, count: int, *, prompt_len: int | None = None) -> Result:
+def decode(model: Model, count: int, *, prompt_len: int | None = None) -> Result:
     """Steps that decode all sequences, after a run that records their graphs. Raises AssertionError if a single request
     gets other tokens the second time."""
     usual, output_len = _sizes(model.options)
@@ -352,6 +354,19 @@ def _timeline(model: Model, count: int = 1) -> Result:
     model.run(prompts, output_len)
     name = model.name if count == 1 else f"{model.name}-{count}"
     return node_timeline(model.options, name, lambda: model.run(prompts, output_len), _graphs(model))
+
+
+def _timeline_of_a_prompt(model: Model) -> Result:
+    """The kernels of a prompt's pass, which is replayed from its second use on."""
+    prompts = model.prompts(1, 20 if model.options.is_quick else PREFILLS[0])
+    for _ in range(3):
+        model.run(prompts, 1)
+
+    def run() -> None:
+        for _ in range(1 if model.options.is_quick else 5):
+            model.run(prompts, 1)
+
+    return node_timeline(model.options, f"{model.name}-prompt", run, _graphs(model))
 
 
 def quartiles_ms(seconds: list[float]) -> list[float]:
