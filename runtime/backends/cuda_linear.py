@@ -176,7 +176,7 @@ def linear_glu(
 def _normalised_apart(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[Tensor, RmsNorm | None]:
     """x, and the norm that the product's launches apply. Unaligned rows, and those of exact products, are normalised
     here."""
-    if norm is None or weight.is_normed or (x.address & 15 == 0 and not weight.exact):
+    if norm is None or weight.is_normed or ((x.address | norm.weight.address) & 15 == 0 and not weight.exact):
         return x, norm
     return rms_norm(x, norm.weight, norm.eps, None), None
 
