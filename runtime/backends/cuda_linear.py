@@ -112,7 +112,8 @@ def takes_low_rank(x: Tensor, weight: GpuWeight, norm: RmsNorm | None, activatio
     if activation is None or not is_plain or not x.size or not width:
         return False
     ranks = slots.up.shape[2]
-    key = "low_rank", rows, activation, (x.address | weight.address) & 15, ranks
+    of_norm = 0 if norm is None else norm.weight.address
+    key = "low_rank", rows, activation, (x.address | weight.address | of_norm) & 15, ranks
     takes: bool | None = weight.plans.get(key)
     if takes is None:
         epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)

@@ -96,10 +96,8 @@ def _kernel(
         block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, added
     ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
-        greatest, row_squares = (
-            cuda.shared.array((num_rows, warps), uint32),
-            cuda.shared.array((num_rows, warps), float32),
-        )
+        greatest = cuda.shared.array((num_rows, warps), uint32)
+        row_squares = cuda.shared.array((num_rows, warps), float32)
         wholes = cuda.shared.array(num_rows, float32)  # the factors of finished sums
         partial = cuda.shared.array((2, warps, num_rows, ROWS), float32)  # of these columns, and of the next
         if has_ring:
