@@ -19,7 +19,7 @@ CASES = "cases.json"
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """What need not run again.
+    """Cases and sections that need not run again.
 
     Attributes:
         cases: by section, the cases that launch kernels, none of which has changed.

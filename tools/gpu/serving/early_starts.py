@@ -16,7 +16,7 @@ from tools.gpu.serving.models import Model, decode
 COUNTS = 1, 2, 8, 16, 32, 64
 QUICK_COUNTS = (2,)
 PROMPT_TOKENS = 256
-"""Of each sequence: what is compared are the products."""
+"""Tokens of each sequence's prompt: few, since products are compared."""
 
 Chained = Callable[[Gpu], AbstractContextManager[Any]]
 

@@ -24,7 +24,7 @@ from tools.serving.served import Served
 
 STARTS = 3
 BLOCK_BYTES = 64 << 20
-"""Of random numbers, which are written again and again."""
+"""The size of the block of random numbers that is written again and again."""
 POLL_S = 0.02
 CLIENTS, REQUESTS, PROMPT, OUTPUT = 32, 128, 256, 64
 QUICK = 2, 4, 6, 3
@@ -32,7 +32,7 @@ QUICK = 2, 4, 6, 3
 
 
 def cases(options: Options, name: str) -> Iterator[Case]:
-    """Of a Qwen3 by its name."""
+    """A Qwen3 by its name: its file, starts, a load."""
     if options.is_dry:
         return  # its kernels are those of the model's own section
     with tempfile.TemporaryDirectory() as folder:
