@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 41_454,
-    "runtime/emulator": 16_988,
+    "numba_kernels": 41_511,
+    "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_536,
-    "runtime/linear": 3_445,
+    "runtime/linear": 3_448,
     "runtime/kv": 1_911,
     "runtime/engine": 28_288,
     "runtime/text": 7_342,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_393,
     "server": 23_453,
     "tokenizer": 7_625,
-    "tools": 19_788,
+    "tools": 20_176,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_000
+MOST_WORDS = 39_999
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

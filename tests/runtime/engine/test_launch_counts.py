@@ -267,17 +267,9 @@ def test_adapters_of_batches_take_no_launch(quantization: str, num_seqs: int) ->
     config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
     plain = kernels_of_a_decode_layer(config, num_seqs=num_seqs, quantization=quantization)
     adapted = kernels_of_a_decode_layer(config, num_seqs=num_seqs, has_adapters=True, quantization=quantization)
-    assert len(adapted) == len(plain) == MOST_LAUNCHES_A_LAYER, (plain, adapted)  # the norms are in the products
+    norms_apart = 2 if quantization != "none" and num_seqs > 4 else 0  # `quantised_gemv` applies them
+    assert len(adapted) == len(plain) == MOST_LAUNCHES_A_LAYER + norms_apart, (plain, adapted)
     assert sum(name.endswith("_adapted") for name in adapted) == 4, adapted
-
-
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
-@pytest.mark.parametrize("num_seqs", [8, 32])
-def test_norms_before_packed_weights_of_more_rows_are_launches(quantization: str, num_seqs: int) -> None:
-    config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
-    layer = kernels_of_a_decode_layer(config, num_seqs=num_seqs, quantization=quantization)
-    assert len(layer) == MOST_LAUNCHES_A_LAYER + 2, layer
-    assert sum(name.startswith("rms_norm") for name in layer) == 2
 
 
 @pytest.mark.parametrize("num_seqs", [40])
