@@ -21,7 +21,6 @@ from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
-from models.configuration.missing_operations import missing_operations
 from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
 from models.encoder import BothWays, bidirectional_of, has_bidirectional
@@ -36,6 +35,7 @@ from models.stages import balanced, counted
 from runtime.communicator import Communicator, Pipeline
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
+from runtime.later import later
 from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.linear.quantized import QuantizedLayout
@@ -43,6 +43,8 @@ from runtime.progress import SILENT, Reporter
 from tokenizer.warn import warn_once
 
 logger = logging.getLogger("xserv.models")
+
+_missing = later("models.configuration.missing_operations")  # of models that are refused
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DEFAULT_OPTIONS = LoadOptions()
@@ -147,7 +149,7 @@ def _find(fields: Fields) -> Architecture:
             f" {model_type!r}, as in transformers"
         )
         return of_type
-    missing = missing_operations(fields.values())
+    missing = _missing.missing_operations(fields.values())
     supported = f"is not supported. {missing}. Supported are {', '.join(known)}"
     if names:
         raise fields.error("architectures", f"{', '.join(names)[:200]!r} {supported}")

@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 3_077,
     "runtime/bench": 12_004,
     "runtime": 3_697,
-    "models": 20_393,
+    "models": 20_399,
     "server": 23_453,
     "tokenizer": 7_625,
-    "tools": 20_176,
+    "tools": 20_179,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -12,11 +12,13 @@ import re
 from pathlib import Path
 
 from models.checkpoints.checkpoint import Checkpoint, SafetensorsTensor, are_equal
-from models.checkpoints.other_formats import remedy
 from models.checkpoints.safetensors_file import SafetensorsFile
 from models.configuration.json_fields import read_json_object
 from models.errors import ConfigError, ModelLoadError, WeightsError
+from runtime.later import later
 from tokenizer.warn import warn_once
+
+_other_formats = later("models.checkpoints.other_formats")  # of folders that are refused
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -52,7 +54,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         return checkpoint
     names = sorted(path.name for path in folder.glob("*.safetensors") if not _OTHER_WEIGHTS.fullmatch(path.name))
     if not names:
-        raise ModelLoadError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy(folder)}")
+        raise ModelLoadError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; {_other_formats.remedy(folder)}")
     series = {(shard[1], shard[3]) for name in names if (shard := _SHARD.fullmatch(name))}
     if len(series) == 1:
         ((stem, count),) = series

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from models.checkpoints.other_formats import remedy
 from models.errors import ConfigError, one_line
+from runtime.later import later
 from tokenizer.errors import pointer_problem
+
+_other_formats = later("models.checkpoints.other_formats")  # of folders that are refused
 
 _LARGEST_JSON_BYTES = 64 << 20  # an index of half a million tensors fits
 
@@ -29,7 +31,7 @@ def config_path(folder: str | Path) -> Path:
     if not path.parent.is_dir():
         raise ConfigError(f"{path.parent}: there is no such folder")
     if not path.exists():
-        raise ConfigError(f"{path}: the file is missing; {remedy(path.parent)}")
+        raise ConfigError(f"{path}: the file is missing; {_other_formats.remedy(path.parent)}")
     return path
 
 

@@ -72,6 +72,9 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
         rope, local = rope["full_attention"], rope["sliding_attention"]
         if older["model_type"] == "gemma3_text":
             older["rope_local_base_freq"] = local["rope_theta"]
+        elif older["model_type"] == "modernbert-decoder":
+            older["global_rope_theta"], older["local_rope_theta"] = rope["rope_theta"], local["rope_theta"]
+            rope = None
     if rope is not None and rope["rope_type"] == "yarn" and "llama_4_scaling_beta" in rope:
         older["rope_parameters"] = rope  # never written otherwise
     elif rope is not None:

@@ -65,7 +65,7 @@ def test_each_configuration_is_as_the_table_says(archive: dict[str, dict[str, An
         ({"mamba_d_state": 16, "mamba_dt_rank": 256}, "Mamba-1"),
         ({"index_topk": 2048}, "indexer"),
         ({"is_encoder_decoder": True}, "encoder"),
-        ({"architectures": ["Qwen3ForTokenClassification"]}, "a head that classifies"),
+        ({"architectures": ["Qwen3ForQuestionAnswering"]}, "a head that classifies"),
         ({"architectures": ["DebertaV2Model"]}, "an encoder of its kind"),
         ({"vision_config": {"depth": 3}}, "picture tower"),
         ({"hidden_size": 64}, 'its family, .*--hf-overrides \'{"architectures": '),
