@@ -137,6 +137,9 @@ def disturb(fleet: HandingFleet, rng: random.Random, *, restarts: bool) -> None:
     """Something happens to an engine, or to pages under way."""
     what = rng.random()
     client = rng.choice(fleet.engines)
+    if 0.45 <= what < 0.65 and rng.random() < 0.5:  # the one that has most to do: an idle one loses nothing
+        loads = fleet.router.loads()
+        client = fleet.engines[loads.index(max(loads))]
     pid = client.pid
     if what < 0.45:
         with fleet._lock:
