@@ -11,10 +11,12 @@ classes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,8 +40,9 @@ _CHANGE = 1.02
 _GAIN = 1.03
 """Engines for prompts alone must carry so many times as many requests as none."""
 
-_WAIT = 0.3
-"""Prompts go to an engine with decodes if they would wait for this share of the target longer at another one."""
+_WAIT = 0.6
+"""Prompts go to an engine with decodes if they would wait for this share of the target longer at another one: its
+answers have no time to spare at the rate that is planned for."""
 
 _MOVE_STEPS = 1.5
 """An answer that is moved waits about so many steps."""
@@ -47,6 +50,9 @@ _MOVE_STEPS = 1.5
 _SEEN, _FIRST_LENGTH = 256, 32.0
 """Answers whose lengths are kept; half of them must keep the target where steps take all of it. Their median before
 one has ended."""
+
+_TYPICAL = 8
+"""Decodes of a step in which one's time is divided into its own and its context's."""
 
 _DECODES = sorted({round(1.08**power) for power in range(91)})
 """Numbers of decodes that are considered, up to 1,018."""
@@ -61,8 +67,13 @@ many decodes: prompts come together."""
 _OVERFULL = 2
 """With so many times the decodes that fit its steps' time an engine of answers gets no more."""
 
-_KEPT = 0.9
-"""The share of prompts that must keep the target."""
+_LOST, _LEAST_LOST = 0.1, 0.02
+"""The share of requests that may miss a target, and the least one that queues and crowds may cost beside prompts that
+are too long for it."""
+
+_PARTS = tuple((part, NormalDist().inv_cdf(1.0 - _LOST * (1.0 - part))) for part in (0.2, 0.5, 0.8))
+"""Divisions of that share: the part that waits too long for its first token, and the standard deviations within which
+decodes must keep their target for the rest."""
 
 
 class EngineLoad(NamedTuple):
@@ -149,6 +160,7 @@ class _Means:
     computed: float = 512.0
     output: float = 128.0
     square: float = 512.0**2  # of computed
+    prompt_square: float = 512.0**2
     count: int = 0
 
     def observe(self, num_prompt: int, num_computed: int, num_output: int) -> None:
@@ -158,21 +170,28 @@ class _Means:
         self.computed += weight * (num_computed - self.computed)
         self.output += weight * (num_output - self.output)
         self.square += weight * (num_computed**2 - self.square)
+        self.prompt_square += weight * (num_prompt**2 - self.prompt_square)
 
     @property
     def variation(self) -> float:
         """The squared coefficient of variation of a prompt's computed tokens."""
         return max(0.0, self.square / max(1.0, self.computed) ** 2 - 1.0)
 
+    @property
+    def prompt_variation(self) -> float:
+        """The same of all its tokens."""
+        return max(0.0, self.prompt_square / max(1.0, self.prompt) ** 2 - 1.0)
+
 
 class _Row(NamedTuple):
-    """Steps with so many decodes: the mean tokens of prompts that fit, the seconds without, and of each; the most mean
-    seconds, and those that a step may exceed them by."""
+    """Steps with so many decodes: the mean tokens of prompts that fit, the seconds without, of each, and of one decode
+    more; the most mean seconds, and those that a step may exceed them by."""
 
-    num_decodes: int
+    num_decodes: float
     chunk: float
     bare_s: float
     token_s: float
+    decode_s: float
     limit_s: float
     over_s: float
 
@@ -217,6 +236,9 @@ class AutoRoles:
         self.budgets = [max_chunk] * num_engines
         self.means = _Means()
         self._lengths: deque[int] = deque(maxlen=_SEEN)
+        self._prompts: deque[int] = deque(maxlen=_SEEN)  # their computed tokens
+        self._too_long = 0.0  # the share of prompts that take longer than the target
+        self._context, self._context_share = 1.0, 0.0  # tokens of a decode, and their share of its time
         self._usual = _FIRST_LENGTH
         self._others = OpenAnswers(0, 0)
         self._output = self.means.output  # expected tokens of an answer
@@ -246,7 +268,7 @@ class AutoRoles:
             return np.where(ready, num_new + np.array(answers), np.inf)
         speeds, last = self._speeds, len(self._speeds) - 1
         found = [
-            (load.num_prompt + new) / speeds[min(load.num_decodes, last)] if load.is_ready else np.inf
+            (load.num_prompt + new) / speeds[min(round(self._weight(load)), last)] if load.is_ready else np.inf
             for load, new in zip(loads, num_new.tolist())
         ]
         costs = np.array(found)
@@ -255,22 +277,29 @@ class AutoRoles:
         return costs
 
     def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
-        most = self._most_decodes
-        own = loads[engine].num_decodes - 1  # beside the new one
+        most, weights = self._most_decodes, [self._weight(load) for load in loads]
+        own = weights[engine] - 1  # beside the new one
         if engine >= self.num_prefill and own < most:
             return engine
         able = ready_of(loads, range(self.num_prefill, self.num_engines))
-        best = min(able, key=lambda each: loads[each].num_decodes, default=engine)
-        if loads[best].num_decodes < most or loads[best].num_decodes < own:
+        best = min(able, key=weights.__getitem__, default=engine)
+        if weights[best] < most or weights[best] < own:
             return best
         waits_s = loads[engine].num_prompt / self._speeds[0] + self._output * self.step_s
-        stays = engine >= self.num_prefill or waits_s < self.ttft_s or loads[best].num_decodes >= _OVERFULL * most
+        stays = engine >= self.num_prefill or waits_s < self.ttft_s or weights[best] >= _OVERFULL * most
         return engine if stays else best
+
+    def _weight(self, load: EngineLoad) -> float:
+        """The time of an engine's decodes as the number of usual ones."""
+        share, length = self._context_share, self._context
+        context = load.num_context + load.num_decodes * self._output / 2
+        return (1.0 - share) * load.num_decodes + share * context / length
 
     def ended(self, num_prompt: int, num_computed: int, num_output: int, others: OpenAnswers) -> None:
         self.means.observe(num_prompt, num_computed, num_output)
         self._others = others
         self._lengths.append(num_output)
+        self._prompts.append(num_computed)
         count = self.means.count
         if self._step is None:
             return
@@ -282,11 +311,18 @@ class AutoRoles:
     def _plan(self, lock: AbstractContextManager[Any]) -> None:
         """Choose the number of engines for prompts alone and the sizes of steps, and tabulate speeds."""
         with lock:
-            (num_open, num_tokens), lengths = self._others, list(self._lengths)
+            (num_open, num_tokens), lengths, prompts = self._others, list(self._lengths), list(self._prompts)
         # While fewer have ended than are open, short answers alone have: the others' tokens so far count, too.
         share = max(0.0, 1.0 - self.means.count / max(1, num_open))
         self._output = self.means.output + share * num_tokens / max(1, num_open)
         self._usual = max(2.0, float(np.median(lengths))) if lengths else _FIRST_LENGTH
+        context = self.means.prompt + self._output / 2
+        empty_s, full_s = (self._seconds(_TYPICAL, 0, each) for each in (0.0, context))
+        self._context, none_s = context, self._seconds(0, 0, 0.0)
+        self._context_share = (full_s - empty_s) / max(full_s - none_s, 1e-12)
+        long = sorted(prompts)
+        fit = bisect_right(long, self.ttft_s, key=lambda each: self._seconds_alone(each))
+        self._too_long = 1.0 - fit / len(long) if long else 0.0
         moved_s = self.step_s * max(0.5, 1.0 - _MOVE_STEPS / self._usual)
         limits = [self.step_s, moved_s]
         steps = self._steps()
@@ -299,8 +335,8 @@ class AutoRoles:
             best = self.num_prefill
         place = int(best > 0)
         _, size, chosen = rates[best]
-        table = tables[place][size]
-        last = table[-1].num_decodes if table else 0
+        table = _rows(tables[place][size])
+        last = round(table[-1].num_decodes) if table else 0
         decodes, speeds = [0.0], [self._alone / self._seconds(0, self._alone, 0.0)]
         for row in table:
             decodes.append(row.num_decodes)
@@ -315,14 +351,16 @@ class AutoRoles:
             self._most_decodes = min(self._rows, math.ceil(_CROWD * last))
             self._speeds = np.interp(np.arange(last + 1), decodes, speeds).tolist()
 
-    def _best_size(self, num_prefill: int, tables: dict[int, list[_Row]]) -> tuple[float, int, _Row | None]:
+    def _best_size(self, num_prefill: int, tables: dict[int, NDArray[np.float64]]) -> tuple[float, int, _Row | None]:
         """Requests a second, the size of steps for them, and its usual row."""
         found = {size: self._rate(num_prefill, table) for size, table in tables.items()}
         best = max(rate for rate, _ in found.values())
         most = max((row.num_decodes for rate, row in found.values() if row and rate >= _NEARLY * best), default=0)
         worth = {}
         for size, (rate, _) in found.items():
-            speed = max((row.speed for row in tables[size] if row.num_decodes >= most), default=0.0)
+            num_decodes, chunk, bare_s, token_s, *_ = tables[size].T
+            speeds = (chunk / (bare_s + token_s * chunk))[num_decodes >= most]
+            speed = float(speeds.max(initial=0.0))
             worth[size] = (rate * speed**_SPEED, rate)
         size = max(worth, key=worth.__getitem__)
         return best, size, found[size][1]
@@ -341,12 +379,14 @@ class AutoRoles:
             if num_decodes <= self._rows
         ]
 
-    def _table(self, limit_s: float, size: int, steps: list[tuple[int, float, float, list[float]]]) -> list[_Row]:
+    def _table(
+        self, limit_s: float, size: int, steps: list[tuple[int, float, float, list[float]]]
+    ) -> NDArray[np.float64]:
         """Steps of at most so many tokens, and so many mean seconds, beside more and more decodes, as far as those fit.
 
         Steps without prompts save time for those with. With s mean seconds and at most t of a step, an answer of n
         tokens takes at most n s + (t - s)."""
-        table: list[_Row] = []
+        table = []
         place = self._sizes.index(size)
         for num_decodes, bare_s, crowded_s, whole in steps:
             if bare_s > limit_s or num_decodes > size:
@@ -357,47 +397,51 @@ class AutoRoles:
             most = max(0, size - num_decodes)
             token_s = (whole_s - bare_s) / max(1, most)
             chunk = min(most, max(0.0, mean_s - crowded_s) / token_s) if most else 0
-            table.append(_Row(num_decodes, chunk, bare_s, token_s, mean_s, max(0.0, whole_s - mean_s)))
-        return table
+            decode_s = (crowded_s - bare_s) / (math.ceil(_CROWD * num_decodes) - num_decodes)
+            table.append(_Row(num_decodes, chunk, bare_s, token_s, decode_s, mean_s, max(0.0, whole_s - mean_s)))
+        return np.array(table, np.float64).reshape(len(table), len(_Row._fields))
 
-    def _rate(self, num_prefill: int, table: list[_Row]) -> tuple[float, _Row | None]:
-        """Requests a second that the engines carry if so many compute prompts alone. In each step of the others there
-        are as many tokens of prompts as those engines leave, if they fit."""
+    def _rate(self, num_prefill: int, table: NDArray[np.float64]) -> tuple[float, _Row | None]:
+        """The predicted goodput if so many engines compute prompts alone: requests a second, of which nine tenths keep
+        both targets. In each step of the others there are as many tokens of prompts as those engines leave, if they
+        fit. Decodes come and go by chance, so that with a mean of n on each of m engines, among which they are
+        balanced, there are n + z sqrt(n / m) at times; a step must have room for them."""
+        if not len(table):
+            return 0.0, None
         computed, output = max(1.0, self.means.computed), max(1.0, self._output)
         usual = (min(computed, self._alone) + self._alone) / 2  # between a prompt and a full step
         alone_s = computed * self._seconds(0, usual, 0.0) / usual  # of a prompt
-        alone = num_prefill / alone_s * self._use(num_prefill, alone_s)
         num_mixed = self.num_engines - num_prefill
+        spread = math.sqrt((1.0 + self._context_share**2 * self.means.prompt_variation) / num_mixed)
+        num_decodes, most, bare_s, token_s, decode_s, limit_s, _ = table.T
+        ended = num_mixed * num_decodes / output  # of answers, a step
+        most_s = computed * (bare_s + token_s * most) / np.maximum(most, 1.0)
         best, best_row = 0.0, None
-        for row in table:
-            num_decodes, most, bare_s, token_s, *_ = row
-            ended = num_mixed * num_decodes / output  # of answers, a step
+        for part, deviations in _PARTS:
+            lost = max(_LEAST_LOST, part * _LOST - self._too_long)
+            alone = num_prefill / alone_s * float(self._use(num_prefill, alone_s, lost))
+            room_s = limit_s - bare_s - decode_s * deviations * spread * np.sqrt(num_decodes)
             chunk = (ended - alone * bare_s) / (alone * token_s + num_mixed / computed)
-            most_s = computed * (bare_s + token_s * most) / max(most, 1)
-            chunk = min(max(chunk, 0.0), most * self._use(num_mixed, most_s))
+            fits = np.minimum(most * self._use(num_mixed, most_s, lost), room_s / np.maximum(token_s, 1e-12))
+            chunk = np.minimum(np.maximum(chunk, 0.0), fits)
             step_s = bare_s + token_s * chunk
-            rate = min(ended / step_s, alone + num_mixed * chunk / computed / step_s)
-            if rate > best:
-                best, best_row = rate, row
+            rates = np.minimum(ended / step_s, alone + num_mixed * chunk / computed / step_s)
+            place = int(np.argmax(np.where(room_s >= 0.0, rates, 0.0)))
+            if room_s[place] >= 0.0 and rates[place] > best:
+                best, best_row = float(rates[place]), _Row(*table[place].tolist())
         return best, best_row
 
-    def _use(self, num_engines: int, prompt_s: float) -> float:
-        """The share of the time for which so many engines may compute prompts of these mean seconds, so that
-        `_KEPT` of them wait short enough for the target (Allen and Cunneen's approximation, Poisson arrivals); 0.5 if
-        a prompt alone takes too long."""
-        left_s = self.ttft_s - prompt_s
-        if not num_engines or left_s <= 0.0:
-            return 0.5
+    def _use(self, num_engines: int, prompt_s: NDArray[np.float64] | float, lost: float) -> NDArray[np.float64]:
+        """The share of the time for which so many engines may compute prompts of these mean seconds, so that all but
+        this share of them wait short enough for the target (Allen and Cunneen's approximation, Poisson arrivals); 0.5
+        if a prompt alone takes too long."""
+        left_s = np.maximum(self.ttft_s - np.asarray(prompt_s), 0.0)
         rate = 2.0 * num_engines * left_s / prompt_s / (1.0 + self.means.variation)
-        root = math.sqrt(2.0 * (num_engines + 1.0))
-        low, high = 0.0, 1.0
-        for _ in range(20):
-            middle = (low + high) / 2
-            if middle**root * math.exp(-rate * (1.0 - middle)) <= 1.0 - _KEPT:
-                low = middle
-            else:
-                high = middle
-        return low
+        root, bound = math.sqrt(2.0 * (num_engines + 1.0)), math.log(lost)
+        use = np.full(np.shape(rate), math.exp(bound / root))
+        for _ in range(5):  # Newton's, from below: root log(use) - rate (1 - use) is concave
+            use += (bound - root * np.log(use) + rate * (1.0 - use)) / (root / use + rate)
+        return np.where(left_s > 0.0, use, 0.5)
 
     def _seconds(self, num_decodes: int, chunk: float, context: float) -> float:
         prompts = -(-chunk // max(1.0, self.means.computed))
@@ -405,6 +449,16 @@ class AutoRoles:
         pairs = chunk * (means.prompt - means.computed + means.square / (2 * max(1.0, means.computed)))
         assert self._step is not None
         return self._step(num_decodes + round(chunk), num_decodes + int(prompts), pairs, num_decodes * context)
+
+    def _seconds_alone(self, num_tokens: int) -> float:
+        """The time of a prompt of so many tokens on an idle engine."""
+        assert self._step is not None
+        size = min(num_tokens, self._alone)
+        return self._step(size, 1, size * num_tokens / 2, 0.0) * num_tokens / size
+
+
+def _rows(table: NDArray[np.float64]) -> list[_Row]:
+    return [_Row(*row) for row in table.tolist()]
 
 
 def best_chunk(step: StepSeconds, most: int = 2048) -> int:

@@ -397,6 +397,15 @@ def roles(
         str, typer.Option(help="Between engines: infiniband400, nvlink4 or MICROSECONDS:GB_PER_S, comma-separated.")
     ] = "infiniband400,nvlink4,30:11",
     requests_per_engine: Annotated[int, typer.Option(help="Length of each run.")] = 500,
+    windows: Annotated[
+        int, typer.Option(help="Most parts of the trace in which each cell is searched: 1, 2, 4, 8 … as fit.")
+    ] = 1,
+    before: Annotated[
+        Path | None,
+        typer.Option(
+            help="A report of this command with the same arguments: auto alone is searched, beside its others."
+        ),
+    ] = None,
     eager_ms: Annotated[
         float | None,
         typer.Option(help="Least milliseconds of a step with prompts, if its launches are not recorded.", min=0.0),
@@ -422,6 +431,8 @@ def roles(
         budgets=integers("budgets", budgets),
         links={name: _roofline.link_of(name.replace(":", ",")) for name in links.split(",")},
         requests_per_engine=requests_per_engine,
+        windows=windows,
+        before=json.loads(before.read_text(encoding="utf-8")) if before is not None else None,
         report_cell=tell,
     )
     report["step_times"], report["eager_ms"] = errors, 1e3 * served.eager_s

@@ -140,6 +140,50 @@ def test_answers_move_to_engines_of_answers_until_these_are_full() -> None:
     assert roles.decode_engine(full, 0) == 0
 
 
+def test_answers_go_where_decodes_take_the_least_time() -> None:
+    """Two answers after long prompts take more time of a step than five after short ones."""
+    roles = learned(4, 0.006)
+    others = [EngineLoad(0, 2, 40_000), EngineLoad(0, 5, 5000)]
+    loads = [EngineLoad(0, 9, 9000)] * 2 + others
+    assert 1 <= roles.num_prefill <= 2
+    assert roles.decode_engine(loads, 0) == 3
+    assert roles.decode_engine([*loads[:2], others[0]._replace(num_context=2000), others[1]], 0) == 2
+
+
+def test_engines_of_answers_have_room_for_those_that_come_by_chance() -> None:
+    """Prompts of very different lengths make steps of decodes vary: fewer requests are predicted than of equal ones,
+    and more of the engines write answers."""
+    equal, varied = learned(8, 0.006, num_output=400), AutoRoles(8, weights_first, 0.5, 0.006)
+    for number in range(1000):
+        num_prompt = 10_000 if number % 20 == 0 else 526  # 1,000 in the mean
+        varied.ended(num_prompt, 1000, 400, OpenAnswers(0, 0))
+    assert varied.means.prompt == pytest.approx(1000, rel=0.2)
+    assert 0 < varied.num_prefill <= equal.num_prefill
+    table = equal._table(equal.limit_s, 256, equal._steps())
+    assert varied._rate(4, table)[0] < equal._rate(4, table)[0]
+
+
+@pytest.mark.parametrize("num_engines", [1, 7])
+@pytest.mark.parametrize("lost", [0.02, 0.08])
+def test_as_many_prompts_are_planned_for_as_may_wait(num_engines: int, lost: float) -> None:
+    roles = learned(8, 0.006)
+    times = np.array([0.001, 0.1, 0.45, 0.6])
+    found = roles._use(num_engines, times, lost)
+    rate = 2.0 * num_engines * (0.5 - times) / times
+    late = found ** np.sqrt(2.0 * (num_engines + 1)) * np.exp(-rate * (1.0 - found))
+    assert late[:3] == pytest.approx(lost, rel=1e-3)  # variation is 0: all prompts are alike
+    assert found[3] == 0.5  # it is late in any case
+    assert 0.0 < found[2] < found[1] < found[0] < 1.0
+
+
+def test_prompts_that_are_too_long_for_the_target_leave_less_for_queues() -> None:
+    plain, long = AutoRoles(4, weights_first, 0.5, 0.006), AutoRoles(4, weights_first, 0.5, 0.006)
+    for number in range(1000):
+        plain.ended(1000, 1000, 200, OpenAnswers(0, 0))
+        long.ended(1000, 30_000 if number % 20 == 0 else 1000, 200, OpenAnswers(0, 0))
+    assert (plain._too_long, long._too_long) == (0.0, pytest.approx(0.05, abs=0.01))
+
+
 def test_times_that_are_learned_later_choose_the_same_roles() -> None:
     roles = AutoRoles(4, None, 0.5, 0.006)
     assert (roles.num_prefill, roles.limit_s, roles.budgets) == (0, 0.0, [2048] * 4)

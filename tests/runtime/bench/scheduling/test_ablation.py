@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,7 +86,7 @@ def test_a_report_has_a_cell_for_each_fleet_and_target() -> None:
         engines=[2, 4],
         targets=[Target(0.3, 0.008)],
         budgets=[128, 512],
-        links={"slow": Link(1e-3, 1e8)},
+        links={"slow": Link(1e-3, 1e8), "fast": LINKS["nvlink4"]},
         requests_per_engine=30,
         report_cell=lambda cell: told.append(line_of(cell)),
     )
@@ -100,11 +102,50 @@ def test_a_report_has_a_cell_for_each_fleet_and_target() -> None:
             assert figures["tpot_s"]["p50"] <= figures["tpot_s"]["p99.9"]
         assert cell["at_goodput"]["static"]["handed_over_share"] > 0.8
         assert cell["at_goodput"]["chunked"]["moved_bytes_per_request"] == 0.0
-    assert set(report["cells"][1]["links"]) == {"slow, by layers", "slow, after the first token"}
+    assert set(report["cells"][1]["links"]) == {
+        f"{name}, {how}" for name in ("slow", "fast") for how in ("by layers", "after the first token")
+    }
     json.dumps(report)
     drawn = plot([report])
-    assert drawn.count("<rect") == 1 + 2 * 3
+    assert drawn.count("<rect") == 1 + 3 + 2 * 3
     assert "4 engines, 0.3 s / 8 ms" in drawn
+
+
+def test_a_cell_is_searched_in_windows_and_its_error_is_that_of_their_ratios() -> None:
+    told: list[dict[str, Any]] = []
+    asked: dict[str, Any] = {
+        "engines": [2], "targets": [Target(0.3, 0.008)], "budgets": [128, 512], "links": {"link": Link(1e-3, 1e9)},
+        "requests_per_engine": 30, "windows": 3, "report_cell": told.append,
+    }  # fmt: skip
+    report = bench_roles(trace(150), MODEL, **asked)
+    (cell,) = report["cells"]
+    assert cell["first_requests"] == [0, 75]  # two of 60 fit, a power of two
+    rival = max(("chunked", "static"), key=cell["best"].__getitem__)
+    ratios = [own / other for own, other in zip(cell["in_windows"]["auto"], cell["in_windows"][rival])]
+    assert cell["auto_of_better"] == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
+    spread = cell["auto_of_better"] * abs(math.log(ratios[0] / ratios[1])) / 2
+    assert cell["standard_error"] == pytest.approx(spread)
+    for kind, rates in cell["in_windows"].items():
+        assert cell["best"][kind] == pytest.approx(math.prod(rates) ** 0.5)
+    known = bench_roles(trace(150), MODEL, **asked, before=json.loads(json.dumps(report)))["cells"][0]
+    assert known["num_runs"] < 0.5 * cell["num_runs"]
+    assert known["best"]["auto"] == pytest.approx(cell["best"]["auto"], rel=0.02)  # from another guess
+    assert {**known, "num_runs": 0}.keys() == {**cell, "num_runs": 0}.keys()
+    with pytest.raises(BenchmarkError, match="the report before has no cell"):
+        bench_roles(trace(150), MODEL, **{**asked, "targets": [Target(0.3, 0.009)]}, before=report)
+    with pytest.raises(BenchmarkError, match="0 windows"):
+        bench_roles(trace(150), MODEL, **{**asked, "windows": 0})
+
+
+def test_a_run_that_ends_early_is_lost_for_sure() -> None:
+    """What counts as late before its end is late at the end, by either target."""
+    for target in (Target(0.05, 1.0), Target(10.0, 0.006)):
+        search = Search(TracePrompts(trace(300)), MODEL, target, 10.0)
+        for rate in (0.5, 4.0, 30.0):
+            kept = search.run(chunked(512), rate / search.base).attainment(target.ttft_s, target.tpot_s)
+            assert search.kept(chunked(512), rate / search.base) == (
+                kept if kept >= 0.85 else pytest.approx(0, abs=kept)
+            )
 
 
 @pytest.mark.parametrize(
@@ -125,7 +166,7 @@ def test_the_command(engines: str, budgets: str, problem: str, tmp_path: Path) -
     assert problem in errors
     if not problem:
         assert "auto / better" in text
-        assert drawn.read_text(encoding="utf-8").count("<rect") == 1 + 3
+        assert drawn.read_text(encoding="utf-8").count("<rect") == 1 + 3 + 3
 
 
 def test_arrivals_of_the_same_time_are_spread() -> None:

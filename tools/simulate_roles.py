@@ -1,0 +1,151 @@
+"""Every cell of docs/disaggregation.md: `bench roles` for each model, trace and size of a fleet, in one report.
+
+    python -m tools.simulate_roles TRACES PARTS OUT.json --plot docs/roles.svg
+
+TRACES holds Azure's AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv, and Mooncake's
+mooncake_conversation.jsonl. PARTS keeps each run's report; a run whose report is there is not made again. With
+``--before FOLDER``, the parts of an earlier run, auto alone is searched beside their chunked prefill and splits.
+
+The first half of a cell's windows was used when `AutoRoles` was written; the others are ``held_out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from runtime.bench.scheduling.ablation import plot
+
+STEPS = "docs/measurements/2026-11-30-step-times.json"
+TRACES = {
+    "conv": "AzureLLMInferenceTrace_conv.csv",
+    "code": "AzureLLMInferenceTrace_code.csv",
+    "moon": "mooncake_conversation.jsonl",
+}
+TARGETS = {
+    ("qwen3-8b", "conv"): "0.25/0.0075,0.5/0.015,1/0.05",
+    ("gpt-oss-20b", "conv"): "0.25/0.0075,0.5/0.015,1/0.05",
+    ("qwen3-8b", "code"): "0.5/0.0075,1/0.015,2/0.05",
+    ("gpt-oss-20b", "code"): "0.5/0.0075,1/0.015,2/0.05",
+    ("qwen3-8b", "moon"): "3/0.01,5/0.02,10/0.05",
+    ("gpt-oss-20b", "moon"): "3/0.0075,5/0.015,10/0.05",
+    ("qwen3-0.6b-cpu", "conv"): "15/0.15,30/0.3,60/0.6",
+}
+REQUESTS = {2: 400, 4: 300, 8: 250, 16: 250}
+"""Requests of an engine in a window."""
+
+WINDOWS = {2: 4, 4: 4, 8: 4, 16: 2}
+
+
+class Run(NamedTuple):
+    """A run of the command: its model, its trace, and the engines of its fleet."""
+
+    model: str
+    trace: str
+    engines: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.trace}-{self.engines}.json"
+
+    def command(self, traces: Path, parts: Path, before: Path | None) -> list[str]:
+        requests = 300 if (self.trace, self.engines) == ("moon", 2) else REQUESTS[self.engines]
+        return [
+            sys.executable, "-m", "runtime.cli", "bench", "roles", str(traces / TRACES[self.trace]), "--steps", STEPS,
+            "--model", self.model, "--engines", str(self.engines), "--targets", TARGETS[self.model, self.trace],
+            "--requests-per-engine", str(requests), "--windows", str(WINDOWS[self.engines]),
+            "--links", "infiniband400", "--output-json", str(parts / self.name),
+            *(("--before", str(before / self.name)) if before is not None else ()),
+        ]  # fmt: skip
+
+
+def runs() -> Iterator[Run]:
+    """Small fleets first."""
+    for engines in REQUESTS:
+        for model, trace in TARGETS:
+            yield Run(model, trace, engines)
+
+
+def held_out(cell: dict[str, Any]) -> dict[str, Any] | None:
+    """The ratio of auto to the better of the others in the second half of the windows, and its standard error."""
+    rival = max(("chunked", "static"), key=cell["best"].__getitem__)
+    own, others = (np.array(cell["in_windows"][kind][len(cell["first_requests"]) // 2 :]) for kind in ("auto", rival))
+    if len(cell["first_requests"]) < 2 or not (own.all() and others.all()):
+        return None
+    logs = np.log(own / others)
+    found = {"auto_of_better": float(np.exp(logs.mean()))}
+    if len(logs) > 1:
+        found["standard_error"] = found["auto_of_better"] * float(logs.std(ddof=1)) / len(logs) ** 0.5
+    return found
+
+
+def summary(ratios: Sequence[float]) -> dict[str, Any]:
+    """How many cells are within 3 % of the better, and the least."""
+    return {"num_cells": len(ratios), "num_within_3_percent": sum(each >= 0.97 for each in ratios),
+            "smallest_auto_of_better": min(ratios), "median_auto_of_better": float(np.median(ratios))}  # fmt: skip
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with four digits."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def collected(parts: Path) -> dict[str, Any]:
+    """One report of all parts that are there."""
+    reports = [
+        json.loads((parts / run.name).read_text(encoding="utf-8")) for run in runs() if (parts / run.name).exists()
+    ]
+    cells = [cell for report in reports for cell in report["cells"]]
+    for cell in cells:
+        cell["held_out"] = held_out(cell)
+    measured = [cell for cell in cells if cell["auto_of_better"] is not None]
+    return rounded({
+        "what": "goodput of simulated fleets: requests a second at which 90 % keep TTFT and TPOT; chunked prefill "
+        "(budgets of 256 to 8,192), static splits (every ratio) and auto, over infiniband400 layer by layer",
+        "command": "python -m tools.simulate_roles TRACES PARTS OUT.json --plot docs/roles.svg",
+        "machine": "simulated in virtual time: no number depends on the machine",
+        "environment": reports[0]["environment"],
+        "all_windows": summary([cell["auto_of_better"] for cell in measured]),
+        "held_out_windows": summary([cell["held_out"]["auto_of_better"] for cell in measured if cell["held_out"]]),
+        "cells_that_nothing_serves": len(cells) - len(measured),
+        "runs": [{key: value for key, value in report.items() if key != "environment"} for report in reports],
+    })  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("parts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    options.parts.mkdir(parents=True, exist_ok=True)
+    missing = [run for run in runs() if not (options.parts / run.name).exists()]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for run in missing:
+            pool.submit(subprocess.run, run.command(options.traces, options.parts, options.before), check=False)
+    report = collected(options.parts)
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        options.plot.write_text(plot(report["runs"]), encoding="utf-8")
+    failed = [run.name for run in missing if not (options.parts / run.name).exists()]
+    if failed:
+        sys.exit(f"these runs failed, their messages are above: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
