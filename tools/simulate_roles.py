@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runtime.bench.scheduling.ablation import plot
+from runtime.bench.scheduling.ablation import plot, ratio
 
 STEPS = "docs/measurements/2026-11-30-step-times.json"
 TRACES = {
@@ -42,7 +42,12 @@ TARGETS = {
 REQUESTS = {2: 400, 4: 300, 8: 250, 16: 250}
 """Requests of an engine in a window."""
 
-WINDOWS = {2: 4, 4: 4, 8: 4, 16: 2}
+LESS = {
+    ("qwen3-8b", "moon", 2): 300, ("gpt-oss-20b", "moon", 2): 300, ("gpt-oss-20b", "moon", 8): 120,
+    ("qwen3-8b", "moon", 16): 60, ("gpt-oss-20b", "moon", 16): 60,
+    ("qwen3-0.6b-cpu", "conv", 8): 150, ("qwen3-0.6b-cpu", "conv", 16): 100,
+}  # fmt: skip
+"""Runs of long prompts and steps have fewer."""
 
 
 class Run(NamedTuple):
@@ -57,11 +62,12 @@ class Run(NamedTuple):
         return f"{self.model}-{self.trace}-{self.engines}.json"
 
     def command(self, traces: Path, parts: Path, before: Path | None) -> list[str]:
-        requests = 300 if (self.trace, self.engines) == ("moon", 2) else REQUESTS[self.engines]
+        requests = LESS.get(self, REQUESTS[self.engines])
+        windows = 2 if self.engines == 16 or (self.engines == 8 and self.trace != "moon") else 4
         return [
             sys.executable, "-m", "runtime.cli", "bench", "roles", str(traces / TRACES[self.trace]), "--steps", STEPS,
             "--model", self.model, "--engines", str(self.engines), "--targets", TARGETS[self.model, self.trace],
-            "--requests-per-engine", str(requests), "--windows", str(WINDOWS[self.engines]),
+            "--requests-per-engine", str(requests), "--windows", str(windows),
             "--links", "infiniband400", "--output-json", str(parts / self.name),
             *(("--before", str(before / self.name)) if before is not None else ()),
         ]  # fmt: skip
@@ -77,14 +83,9 @@ def runs() -> Iterator[Run]:
 def held_out(cell: dict[str, Any]) -> dict[str, Any] | None:
     """The ratio of auto to the better of the others in the second half of the windows, and its standard error."""
     rival = max(("chunked", "static"), key=cell["best"].__getitem__)
-    own, others = (np.array(cell["in_windows"][kind][len(cell["first_requests"]) // 2 :]) for kind in ("auto", rival))
-    if len(cell["first_requests"]) < 2 or not (own.all() and others.all()):
-        return None
-    logs = np.log(own / others)
-    found = {"auto_of_better": float(np.exp(logs.mean()))}
-    if len(logs) > 1:
-        found["standard_error"] = found["auto_of_better"] * float(logs.std(ddof=1)) / len(logs) ** 0.5
-    return found
+    half = len(cell["first_requests"]) // 2
+    found = ratio(*(cell["in_windows"][kind][half:] for kind in ("auto", rival)))
+    return found if half and found["auto_of_better"] is not None else None
 
 
 def summary(ratios: Sequence[float]) -> dict[str, Any]:

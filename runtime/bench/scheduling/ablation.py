@@ -5,12 +5,14 @@ which 90 % of the requests keep both targets, found by bisection over scaled arr
 prefill with several budgets, static splits with every ratio, and engines that take either role (`AutoRoles`).
 
 A cell is searched in several windows of the trace, with the same arrivals for all variants: its goodputs are geometric
-means, and the error of auto's ratio to the better of the others is that of the windows' ratios.
+means over the windows that its kind can serve, and the error of auto's ratio to the better of the others is that of the
+windows' ratios.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -379,7 +381,9 @@ def _cell(
             for variant in near:
                 found[variant.name] = search.goodput(variant, _FINE)
         in_all = {variant.name: _goodputs(searches, variant) for variant in near}
-        found.update((name, _geometric(goodputs)) for name, goodputs in in_all.items())
+        served = [any(each) for each in zip(*in_all.values())]
+        for name, goodputs in in_all.items():
+            found[name] = _geometric([rate for rate, is_served in zip(goodputs, served) if is_served])
         chosen = max(near or own, key=lambda each: found[each.name])
         best[kind] = chosen.name
         in_windows[kind] = in_all.get(chosen.name, [0.0] * len(searches))
@@ -398,17 +402,25 @@ def _cell(
         "best": goodputs,
         "best_variant": best,
         "in_windows": in_windows,
-        "auto_of_better": None,
         "at_goodput": ends,
     }
-    if goodputs[rival] and goodputs["auto"]:
-        logs = np.log(np.array(in_windows["auto"]) / in_windows[rival])
-        cell["auto_of_better"] = float(np.exp(logs.mean()))
-        if len(logs) > 1:
-            cell["standard_error"] = float(np.exp(logs.mean()) * logs.std(ddof=1) / len(logs) ** 0.5)
-    elif goodputs[rival]:
-        cell["auto_of_better"] = 0.0
+    cell |= ratio(in_windows["auto"], in_windows[rival])
     return cell
+
+
+def ratio(own: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """The geometric mean of the windows' ratios of auto to the better of the others, and its standard error. Windows in
+    which the latter serves nothing do not count."""
+    pairs = [(rate, other) for rate, other in zip(own, others) if other]
+    if not pairs:
+        return {"auto_of_better": None}
+    if not all(rate for rate, _ in pairs):
+        return {"auto_of_better": 0.0}
+    logs = [math.log(rate / other) for rate, other in pairs]
+    found = {"auto_of_better": math.exp(statistics.fmean(logs))}
+    if len(logs) > 1:
+        found["standard_error"] = found["auto_of_better"] * statistics.stdev(logs) / len(logs) ** 0.5
+    return found
 
 
 def _goodputs(searches: Sequence[Search], variant: Variant) -> list[float]:
@@ -422,7 +434,7 @@ def _goodputs(searches: Sequence[Search], variant: Variant) -> list[float]:
 
 
 def _geometric(rates: Sequence[float]) -> float:
-    return math.prod(rates) ** (1.0 / len(rates))
+    return math.prod(rates) ** (1.0 / len(rates)) if rates else 0.0
 
 
 def _figures(runs: Sequence[FleetRun], target: Target, model: ServedModel) -> dict[str, Any]:
