@@ -44,6 +44,7 @@ REQUESTS = {2: 400, 4: 300, 8: 250, 16: 250}
 
 LESS = {
     ("qwen3-8b", "moon", 2): 300, ("gpt-oss-20b", "moon", 2): 300, ("gpt-oss-20b", "moon", 8): 120,
+    ("qwen3-8b", "moon", 8): 120,
     ("qwen3-8b", "moon", 16): 60, ("gpt-oss-20b", "moon", 16): 60,
     ("qwen3-0.6b-cpu", "conv", 8): 150, ("qwen3-0.6b-cpu", "conv", 16): 100,
 }  # fmt: skip
@@ -112,7 +113,7 @@ def collected(parts: Path) -> dict[str, Any]:
     for cell in cells:
         cell["held_out"] = held_out(cell)
     measured = [cell for cell in cells if cell["auto_of_better"] is not None]
-    return rounded({
+    report: dict[str, Any] = rounded({
         "what": "goodput of simulated fleets: requests a second at which 90 % keep TTFT and TPOT; chunked prefill "
         "(budgets of 256 to 8,192), static splits (every ratio) and auto, over infiniband400 layer by layer",
         "command": "python -m tools.simulate_roles TRACES PARTS OUT.json --plot docs/roles.svg",
@@ -123,6 +124,7 @@ def collected(parts: Path) -> dict[str, Any]:
         "cells_that_nothing_serves": len(cells) - len(measured),
         "runs": [{key: value for key, value in report.items() if key != "environment"} for report in reports],
     })  # fmt: skip
+    return report
 
 
 def main() -> None:

@@ -371,7 +371,7 @@ def _cell(
             rates[kind], best[kind] = known["goodput"][kind], known["best_variant"][kind]
             in_windows[kind] = known["in_windows"][kind]
             ends |= {kind: known["at_goodput"][kind]} if kind in known["at_goodput"] else {}
-        search.guess = max(*(each[0] for each in in_windows.values()), search.guess * 1e-3) / search.base
+        search.guess = max(each[0] for each in in_windows.values()) / search.base or search.guess
     for kind in kinds:
         own = [each for each in tried if each.kind == kind]
         found = rates[kind] = {each.name: search.goodput(each, _COARSE) for each in own}
@@ -382,8 +382,8 @@ def _cell(
                 found[variant.name] = search.goodput(variant, _FINE)
         in_all = {variant.name: _goodputs(searches, variant) for variant in near}
         served = [any(each) for each in zip(*in_all.values())]
-        for name, goodputs in in_all.items():
-            found[name] = _geometric([rate for rate, is_served in zip(goodputs, served) if is_served])
+        for name, in_each in in_all.items():
+            found[name] = _geometric([rate for rate, is_served in zip(in_each, served) if is_served])
         chosen = max(near or own, key=lambda each: found[each.name])
         best[kind] = chosen.name
         in_windows[kind] = in_all.get(chosen.name, [0.0] * len(searches))
@@ -425,7 +425,7 @@ def ratio(own: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
 
 def _goodputs(searches: Sequence[Search], variant: Variant) -> list[float]:
     """A variant's goodput in each window; each begins at the last one's."""
-    found = []
+    found: list[float] = []
     for search in searches:
         if found and found[-1]:
             search.guess = found[-1] / search.base
