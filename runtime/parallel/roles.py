@@ -205,10 +205,12 @@ class AutoRoles:
     """Each engine takes either role, by load.
 
     The first ``num_prefill`` engines compute prompts alone; the others write answers, and compute prompts in what is
-    left of ``step_s``, the most seconds that a step with decodes may take. The number is the one that carries the most
-    requests a second, by the step times and the means of past requests; with 0, the usual case unless ``step_s`` is
-    short, an answer stays where its prompt was computed, and nothing moves. A prompt goes where its first token comes
-    earliest. An answer that finds no room within ``step_s`` stays, so an engine of prompts can take answers, too.
+    left of ``step_s``, the most seconds that a step with decodes may take. The number is the one with the largest
+    predicted goodput, by the step times and past requests: nine tenths of the requests must keep both targets, and what
+    may be lost is divided among prompts that are too long, queues of prompts, and chance crowds of decodes. With 0, the
+    usual case unless ``step_s`` is short, an answer stays where its prompt was computed, and nothing moves. A prompt
+    goes where its first token comes earliest, an answer where the steps of decodes are shortest by their number and
+    context. One that finds no room within ``step_s`` stays, so an engine of prompts can take answers, too.
 
     step       the time of a step; None: until `learn` is told it every engine does both, without a limit of time
     ttft_s     the target: seconds to the first token
