@@ -120,6 +120,7 @@ ELSEWHERE = {
         "xserv quantize /path/to/folder /path/to/new-folder --format int4-g32", "xserv quantize",
         "xserv bench states", "xserv bench states TRACE", "xserv bench roles", "xserv bench roles TRACE --steps FILE",
         "xserv bench roles TRACE --steps docs/measurements/2026-11-30-step-times.json --engines 2,4 --plot roles.svg",
+        "python -m tools.simulate_roles TRACES PARTS OUT.json --plot docs/roles.svg",
         "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
         "xserv perplexity TEXT",
         "xserv chat --adapter /adapters/support",

@@ -4,7 +4,8 @@
 
 TRACES holds Azure's AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv, and Mooncake's
 mooncake_conversation.jsonl. PARTS keeps each run's report; a run whose report is there is not made again. With
-``--before FOLDER``, the parts of an earlier run, auto alone is searched beside their chunked prefill and splits.
+``--before FOLDER``, the parts of an earlier run, auto alone is searched beside their chunked prefill and splits. With
+``--collect`` nothing is run, and the report names what is not there.
 
 The first half of a cell's windows was used when `AutoRoles` was written; the others are ``held_out``.
 """
@@ -122,9 +123,22 @@ def collected(parts: Path) -> dict[str, Any]:
         "all_windows": summary([cell["auto_of_better"] for cell in measured]),
         "held_out_windows": summary([cell["held_out"]["auto_of_better"] for cell in measured if cell["held_out"]]),
         "cells_that_nothing_serves": len(cells) - len(measured),
+        "not_run": list(_missing(parts)),
         "runs": [{key: value for key, value in report.items() if key != "environment"} for report in reports],
     })  # fmt: skip
     return report
+
+
+def _missing(parts: Path) -> Iterator[str]:
+    """The cells that no part has."""
+    for run in runs():
+        path = parts / run.name
+        there = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
+        found = {(cell["ttft_s"], cell["tpot_s"]) for cell in there}
+        for target in TARGETS[run.model, run.trace].split(","):
+            ttft_s, tpot_s = map(float, target.split("/"))
+            if (ttft_s, tpot_s) not in found:
+                yield f"{run.model}, {run.trace}, {run.engines} engines, {target}"
 
 
 def main() -> None:
@@ -134,10 +148,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--before", type=Path)
+    parser.add_argument("--collect", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     options.parts.mkdir(parents=True, exist_ok=True)
-    missing = [run for run in runs() if not (options.parts / run.name).exists()]
+    missing = [] if options.collect else [run for run in runs() if not (options.parts / run.name).exists()]
     with ThreadPoolExecutor(options.jobs) as pool:
         for run in missing:
             pool.submit(subprocess.run, run.command(options.traces, options.parts, options.before), check=False)

@@ -14,7 +14,8 @@ from tools.simulate_roles import collected, held_out, runs
 
 def cell(own: list[float], others: list[float]) -> dict[str, Any]:
     return {
-        "engines": 2, "first_requests": list(range(len(own))), "best": {"chunked": 1.0, "static": 2.0, "auto": 2.0},
+        "engines": 2, "ttft_s": 0.25, "tpot_s": 0.0075,
+        "first_requests": list(range(len(own))), "best": {"chunked": 1.0, "static": 2.0, "auto": 2.0},
         "in_windows": {"chunked": [9.0] * len(own), "static": others, "auto": own},
         "auto_of_better": own[0] / others[0] if others[0] else None,
     }  # fmt: skip
@@ -50,3 +51,5 @@ def test_parts_are_collected(tmp_path: Path) -> None:
     assert report["all_windows"]["smallest_auto_of_better"] == 0.9612
     assert report["held_out_windows"]["num_within_3_percent"] == 2
     assert report["cells_that_nothing_serves"] == 2
+    assert len(report["not_run"]) == 84 - 2
+    assert report["not_run"][:2] == ["qwen3-8b, conv, 2 engines, 0.5/0.015", "qwen3-8b, conv, 2 engines, 1/0.05"]
