@@ -24,15 +24,15 @@ MOST_LINES = {
     "runtime/engine": 28_288,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
-    "runtime/parallel": 2_282,
+    "runtime/parallel": 2_338,
     "runtime/images": 937,
-    "runtime/commands": 3_077,
-    "runtime/bench": 12_004,
+    "runtime/commands": 3_088,
+    "runtime/bench": 12_137,
     "runtime": 3_697,
     "models": 20_399,
     "server": 23_453,
     "tokenizer": 7_625,
-    "tools": 20_179,
+    "tools": 20_348,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 40_000
+MOST_WORDS = 39_940
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

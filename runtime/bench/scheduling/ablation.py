@@ -460,7 +460,7 @@ def _figures(runs: Sequence[FleetRun], target: Target, model: ServedModel) -> di
         "computed_again_share": max(0, int(lives["num_computed"].sum()) - needed) / tokens,
         "late_share": float(own[~kept].sum()) / float(own.sum()),
         "num_preemptions": sum(run.num_preemptions for run in runs),
-        "handed_over_share": sum(run.router.num_handed_over for run in runs) / len(lives),
+        "handed_over_share": sum(sum(run.router.num_continued) for run in runs) / len(lives),
         "moved_bytes_per_request": moved / len(lives),
         "moved_bytes_per_s": moved / duration_s,
     }
