@@ -67,7 +67,7 @@ def test_more_inputs_than_may_wait(tiny_folder: Path) -> None:
     ("path", "body", "param"),
     [
         ("/pooling", {"input": "a", "task": "classify"}, "task"),
-        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+        ("/pooling", {"input": "a", "task": "plugin"}, "task"),
         ("/pooling", {"input": []}, "input"),
         ("/pooling", {"input": "a" * 500}, "input"),
         ("/similarity", {"text_1": "a"}, "text_2"),
