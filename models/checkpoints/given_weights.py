@@ -165,6 +165,13 @@ def shared_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, path.name, {name: SharedTensor(file, name, digests[name]) for name in file.tensors})
 
 
+def shared_digest(path: Path) -> str:
+    """A digest of all that a shared memory holds, by the digests in its header."""
+    tensors, digests = shared_checkpoint(path).tensors, json.loads(SafetensorsFile(path).metadata[_DIGESTS])
+    known = [(name, each.type_name, list(each.shape), digests[name]) for name, each in sorted(tensors.items())]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
 def check_finite(checkpoint: Checkpoint) -> None:
     """Raises `WeightsError` with every tensor of floats that holds NaN or an infinity; reads all of them."""
     problems = []

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import threading
 from pathlib import Path
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
-from runtime.engine.fingerprint import fingerprint
+from runtime.engine.fingerprint import fingerprint, fingerprint_of_source
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.weights.commands import FolderWeights, WeightSource
+from runtime.engine.weights.commands import WeightSource
 from runtime.errors import InvalidArgumentError
 from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import DiskPages, make_private
@@ -26,12 +24,7 @@ def store_on_disk(engine: Engine, executor: LocalExecutor, folder: Path, config:
         return DiskPages(root, name, config.prefix_cache_disk_bytes, pages.page_bytes)
 
     def fingerprint_of(source: WeightSource) -> str:
-        if isinstance(source, FolderWeights):
-            place = Path(source.path)
-            name = fingerprint(place, config, executor.kv_cache.spec, root)
-            has_config = place.is_file() or (place / "config.json").is_file()
-            return name if has_config else hashlib.sha256(f"{own} {name}".encode()).hexdigest()
-        return secrets.token_hex(32)  # these pages will not be found again
+        return fingerprint_of_source(source, own, config, executor.kv_cache.spec, root)
 
     try:
         make_private(root)

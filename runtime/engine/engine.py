@@ -48,7 +48,7 @@ from runtime.engine.timeline import Timeline
 from runtime.engine.transfer.arrivals import Arrivals
 from runtime.engine.transfer.hand_overs import HandOvers
 from runtime.engine.transfer.transport import Transport
-from runtime.engine.weights.commands import Command, GivenArrays, TellState, WeightSource
+from runtime.engine.weights.commands import Command, GivenArrays, WeightSource
 from runtime.engine.weights.engine_weights import EngineWeights
 from runtime.engine.weights.pauses import Pauses
 from runtime.kv.layer_copies import LayerCopies
@@ -283,11 +283,6 @@ class Engine:
 
     def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.order``."""
-        if self.hand_overs is not None and not isinstance(command, TellState):
-            raise RequestError(
-                "an engine with a role hands requests over to others: it does not pause, sleep or take new weights",
-                param="roles",
-            )
         return self.pauses.order(command)
 
     def start_with(self, source: WeightSource, version: str) -> None:
@@ -417,6 +412,9 @@ class Engine:
         return self.adapters.load(name, path)
 
     def reset_prefix_cache(self) -> NDArray[np.float32]:
+        """See ``EngineClient.reset_prefix_cache``; an idle engine reads no prefixes of an earlier one back any more."""
+        if (stored := self.scheduler.stored) is not None:
+            stored.stop_warming()
         return np.array(self.pool.drop_prefixes(), np.float32)
 
     def stats(self) -> EngineStats:

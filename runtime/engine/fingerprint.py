@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
@@ -15,10 +16,12 @@ import msgspec
 import models
 import numba_kernels
 import runtime
+from models.checkpoints.given_weights import shared_digest
 from numba_kernels.cpu.target import TILES
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.engine.config import EngineConfig, SchedulingConfig
+from runtime.engine.weights.commands import FolderWeights, SharedWeights, WeightSource
 from runtime.kv.cache import KVCacheSpec
 from runtime.later import later
 from runtime.version import release
@@ -79,6 +82,21 @@ def fingerprint(model: Path, config: EngineConfig, spec: KVCacheSpec, notes: Pat
         }
         _write(notes / _NOTES, others | kept)
     return digest.hexdigest()
+
+
+def fingerprint_of_source(source: WeightSource, own: str, config: EngineConfig, spec: KVCacheSpec, notes: Path) -> str:
+    """The fingerprint of a model's pages with other weights; ``own`` is that of the folder that it was started with.
+    Arrays of this process get one of their own, so that their pages are never found again.
+
+    Raises as `fingerprint`, and `WeightsError`."""
+    if isinstance(source, FolderWeights):
+        place = Path(source.path)
+        name = fingerprint(place, config, spec, notes)
+        if place.is_file() or (place / "config.json").is_file():
+            return name
+    else:
+        name = shared_digest(Path(source.path)) if isinstance(source, SharedWeights) else secrets.token_hex(32)
+    return hashlib.sha256(f"{own} {name}".encode()).hexdigest()
 
 
 def _name_in(note: str) -> str:

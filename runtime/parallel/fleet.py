@@ -14,6 +14,7 @@ import os
 import random
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -44,7 +45,15 @@ from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.transfer.settings import transfer_settings
-from runtime.engine.weights.commands import Command, DropWeights, EngineCondition, GivenArrays, LoadWeights
+from runtime.engine.weights.commands import (
+    Command,
+    DropWeights,
+    EngineCondition,
+    GivenArrays,
+    LoadWeights,
+    TellState,
+    UseWeights,
+)
 from runtime.errors import XservError
 from runtime.parallel.division import cores_of, device_of, total_stats
 from runtime.parallel.prefix_index import PromptDigests
@@ -54,6 +63,9 @@ from runtime.parallel.routing import Route, Router
 from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
+
+START_CHECK_S = 0.05
+"""How often an engine that is started anew is looked at."""
 
 
 class Fleet(EngineClient):
@@ -177,7 +189,7 @@ class Fleet(EngineClient):
                     raise self._dead()
                 if request.request_id in self._routes:
                     raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
-                waiting = [sum(counts) for counts in zip(*(client.waiting for client in self._clients))]
+                waiting = [sum(counts) for counts in zip(self._held, *(client.waiting for client in self._clients))]
                 check_room(self.info, waiting[0], waiting[1], prepared.num_prompt_tokens)
                 route = self.router.choose(prepared, digests, is_ready)
                 self._routes[request.request_id] = route
@@ -191,6 +203,11 @@ class Fleet(EngineClient):
                     self.router.withdrawn(route)
                 if not isinstance(error, EngineDeadError):
                     raise  # otherwise it has just died: another one takes the request
+
+    @property
+    def _held(self) -> tuple[int, int]:
+        """Requests that wait here, and their prompts' tokens."""
+        return (0, 0)
 
     def _begin(self, route: Route, request: EngineRequest, prepared: Request, sink: OutputSink) -> None:
         """Give a routed request to its engine. Raises as ``ProcessEngineClient.admit`` does."""
@@ -263,22 +280,86 @@ class Fleet(EngineClient):
     def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.order``: all engines obey. If one cannot load weights, all forget them; if the engines
         differ, the answer is the least that all have."""
-        ready = [client for client in self._clients if client.state == "ready"]
-        if len(ready) < len(self._clients):
-            raise EngineDeadError("not all engines are there, and all must obey: try again", 1.0)
-        futures = [client.order(command) for client in ready]
-        if not isinstance(command, LoadWeights):
-            return _joined(futures)
-
-        def forget(failed: Future[NDArray[np.float32]]) -> None:
-            if failed.exception() is not None:
-                for client in ready:
-                    with suppress(XservError):
-                        client.order(DropWeights())
-
-        joined = _joined(futures)
-        joined.add_done_callback(forget)
+        if isinstance(command, DropWeights):
+            return _joined([client.order(command) for client in self._clients if client.state == "ready"])
+        self._check_all_ready()
+        if isinstance(command, UseWeights):
+            self._check_read()
+            return self._aside(partial(self._use_weights, command))
+        joined = _joined([client.order(command) for client in self._clients])
+        if isinstance(command, LoadWeights):
+            joined.add_done_callback(self._drop_failed)
         return joined
+
+    def _check_all_ready(self) -> None:
+        if not all(client.state == "ready" for client in self._clients):
+            raise EngineDeadError("not all engines are there, and all must obey: try again", 1.0)
+
+    def _check_read(self) -> None:
+        if not all(client.has_read for client in self._clients):
+            raise EngineDeadError("an engine has died since it read the weights: nothing is changed; try again", 1.0)
+
+    def _drop_failed(self, loaded: Future[NDArray[np.float32]]) -> None:
+        if loaded.exception() is not None:
+            with suppress(XservError):
+                self.order(DropWeights())
+
+    def _aside(self, work: Callable[[], EngineCondition]) -> Future[NDArray[np.float32]]:
+        """The result of work that is done on a thread of its own."""
+        future: Future[NDArray[np.float32]] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(work().numbers)
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="xserv-fleet-change", daemon=True).start()
+        return future
+
+    def _use_weights(self, command: UseWeights) -> EngineCondition:
+        """All engines serve what they have read last. From then on there is no way back: one that dies meanwhile comes
+        back with the new weights, and is waited for."""
+        self._check_read()
+        for client in self._clients:
+            client.start_with_read(command.version, lasts=True)
+        found: list[EngineCondition] = []
+        errors: list[XservError] = []
+        try:
+            futures: list[Future[NDArray[np.float32]]] = []
+            for client in self._clients:
+                try:
+                    futures.append(client.order(command))
+                except XservError as error:
+                    errors.append(error)
+            for each in futures:
+                try:
+                    found.append(EngineCondition.of(each.result()))
+                except XservError as error:
+                    errors.append(error)
+            for number, client in enumerate(self._clients):
+                self._await_version(number, client, command.version)
+        finally:
+            for client in self._clients:
+                client.start_with_read(command.version, lasts=False)
+        if not found:
+            found.append(EngineCondition.of(_joined([client.order(TellState()) for client in self._clients]).result()))
+        if errors:
+            logger.warning("engines were started anew while they took weights: %s", errors[0])
+        return join_conditions(found)
+
+    def _await_version(self, number: int, client: ProcessEngineClient, version: str) -> None:
+        """Wait until an engine serves these weights, or will serve nothing any more."""
+        while client.state != "ready" or client.weight_version != version:
+            if self._is_closing or client.ready_in_s is None:
+                raise EngineDeadError(f"engine {number} is gone, while others serve the weights {version!r}")
+            if client.state == "ready":
+                client.start_with_read(version, lasts=True)
+                with suppress(XservError):
+                    client.renew(0.0)
+            else:
+                time.sleep(START_CHECK_S)
 
     @property
     def weight_version(self) -> str:
@@ -433,17 +514,21 @@ def _joined(futures: Sequence[Future[NDArray[np.float32]]]) -> Future[NDArray[np
     """The same of what they say of their condition."""
 
     def join(found: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-        each = [EngineCondition.of(numbers) for numbers in found]
-        return EngineCondition(
-            is_paused=any(one.is_paused for one in each),
-            sleep_level=max(one.sleep_level for one in each),
-            has_weights=all(one.has_weights for one in each),
-            has_pages=all(one.has_pages for one in each),
-            num_ended=sum(one.num_ended for one in each),
-            num_restarted=sum(one.num_restarted for one in each),
-        ).numbers
+        return join_conditions([EngineCondition.of(numbers) for numbers in found]).numbers
 
     return _all(futures, join)
+
+
+def join_conditions(each: Sequence[EngineCondition]) -> EngineCondition:
+    """All engines' conditions as one."""
+    return EngineCondition(
+        is_paused=any(one.is_paused for one in each),
+        sleep_level=max(one.sleep_level for one in each),
+        has_weights=all(one.has_weights for one in each),
+        has_pages=all(one.has_pages for one in each),
+        num_ended=sum(one.num_ended for one in each),
+        num_restarted=sum(one.num_restarted for one in each),
+    )
 
 
 def _all(

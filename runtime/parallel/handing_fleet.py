@@ -13,13 +13,15 @@ import logging
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
@@ -36,7 +38,21 @@ from runtime.engine.messages import (
 from runtime.engine.process.client import OutputSink, call_sink, ignore
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.transfer.identity import MismatchError
-from runtime.parallel.fleet import Fleet
+from runtime.engine.weights.commands import (
+    Command,
+    DropWeights,
+    EngineCondition,
+    GivenArrays,
+    LoadWeights,
+    Sleep,
+    UseWeights,
+    WakeUp,
+    check_command,
+)
+from runtime.errors import XservError
+from runtime.parallel.fleet import Fleet, join_conditions
+from runtime.parallel.fleet_pauses import FleetPauses
+from runtime.parallel.lives import Choice, Life
 from runtime.parallel.pacing import Pacer
 from runtime.parallel.roles import AutoRoles, Roles, StaticRoles
 from runtime.parallel.routing import Route
@@ -49,57 +65,7 @@ MOST_DEATHS = 8
 RETRY_S = 0.05
 """How often a request that no engine can take is tried again."""
 
-
-@dataclass(slots=True)
-class _Choice:
-    token_ids: list[int] = field(default_factory=list)
-    mirostat_mu: float | None = None
-    has_ended: bool = False
-    is_here: bool = True  # its engine owes it a last output
-
-
-@dataclass(eq=False)
-class _Life:
-    """A request, from its submission to the last output of its last choice.
-
-    number       of the engine's part of it: outputs of an earlier one are dropped
-    lease        under which the engine that has it offers its pages, or has done so; "": it keeps the request
-    offerer      that engine
-    decoder      the engine that was told of the lease
-    is_placed    an engine has it
-    is_accepted  one has had it: queue limits do not apply any more
-    first_times  of the engine that handed it over first
-    """
-
-    request: EngineRequest
-    prepared: Request
-    sink: OutputSink
-    route: Route
-    choices: list[_Choice]
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    number: int = 0
-    lease: str = ""
-    offerer: int = 0
-    decoder: int | None = None
-    is_placed: bool = False
-    is_accepted: bool = False
-    is_paused: bool = False
-    num_deaths: int = 0
-    first_times: RequestTimes | None = None
-    first_token_s: float | None = None
-
-    @property
-    def open_choices(self) -> list[int]:
-        return [index for index, choice in enumerate(self.choices) if not choice.has_ended]
-
-    @property
-    def begun(self) -> list[Begun]:
-        return [Begun(each.token_ids, each.mirostat_mu, each.has_ended) for each in self.choices]
-
-    @property
-    def most_left(self) -> int:
-        """Tokens that the choice with the fewest may still get."""
-        return self.prepared.max_tokens - max(len(self.choices[index].token_ids) for index in self.open_choices)
+CHANGED = "the weights have changed"
 
 
 class HandingFleet(Fleet):
@@ -107,9 +73,10 @@ class HandingFleet(Fleet):
     and again, or none will come back."""
 
     def __init__(self, model: str | Path | None = None, **arguments: Any) -> None:
-        self._lives: dict[str, _Life] = {}  # guarded by the lock
-        self._homeless: list[_Life] = []
+        self._lives: dict[str, Life] = {}  # guarded by the lock
+        self._homeless: list[Life] = []
         self._ended = threading.Condition()
+        self._pauses = FleetPauses(self, self._ended)
         self._retrier: threading.Thread | None = None
         self._refuses = False  # requests, until those that are open have ended
         self.pacer: Pacer | None = None
@@ -153,22 +120,23 @@ class HandingFleet(Fleet):
     # A request's way
 
     def _begin(self, route: Route, request: EngineRequest, prepared: Request, sink: OutputSink) -> None:
-        life = _Life(request, prepared, sink, route, [_Choice() for _ in range(request.params.n)])
+        life = Life(request, prepared, sink, route, [Choice() for _ in range(request.params.n)])
         with self._lock:
             self._lives[request.request_id] = life
         try:
             with life.lock:
-                self._place(life, route.engine)
+                if not self._pauses.takes(life):
+                    self._place(life, route.engine)
         except BaseException:
             with self._lock:
                 del self._lives[request.request_id]
             raise
 
-    def _place(self, life: _Life, engine: int) -> None:
+    def _place(self, life: Life, engine: int) -> None:
         """Give a request to an engine that computes what is missing, and then hands it over, if the roles want that.
         The life's lock is held. Raises as ``ProcessEngineClient.admit`` does."""
         with self._lock:
-            loads = self.router.engine_loads(self._are_ready())
+            loads = self.router.engine_loads(self._are_alike(self._clients[engine].weight_version))
             assert self._roles is not None
             decoder = self._roles.decode_engine(loads, engine) if life.most_left > 1 else engine
         self._forget_pages(life)
@@ -176,7 +144,7 @@ class HandingFleet(Fleet):
         life.offerer, life.decoder = engine, None
         self._admit(life, engine, lease=life.lease)
 
-    def _admit(self, life: _Life, engine: int, *, lease: str = "", source: Source | None = None) -> None:
+    def _admit(self, life: Life, engine: int, *, lease: str = "", source: Source | None = None) -> None:
         """Give a request to an engine. The life's lock is held."""
         life.number += 1
         request = life.request
@@ -198,17 +166,24 @@ class HandingFleet(Fleet):
         if life.is_paused:
             client.pause(request.request_id)
 
-    def _take(self, life: _Life, number: int, output: EngineOutput) -> None:
+    def _take(self, life: Life, number: int, output: EngineOutput) -> None:
         """An engine's output. Called on its supervisor's thread."""
         with life.lock:
             if number != life.number:
                 return
+            choice = life.choices[output.index]
+            if choice.has_ended:
+                return  # its client has cancelled it while it was taken back
             if not (output.new_token_ids or output.is_last):
                 self._expect(life)
                 return
+            if output.new_token_ids and life.has_output and output.weight_version != life.version:
+                self._end_mixed(life)
+                return
             if output.offered is not None and output.offered.lease != life.request.lease:
                 output = msgspec.structs.replace(output, offered=None)  # to an engine of this fleet, not to its client
-            choice = life.choices[output.index]
+            if output.new_token_ids:
+                life.version = output.weight_version
             choice.token_ids += output.new_token_ids
             if output.mirostat_mu is not None:
                 choice.mirostat_mu = output.mirostat_mu
@@ -222,13 +197,18 @@ class HandingFleet(Fleet):
                 choice.is_here = False
                 self._note_death(life, output)
                 return
+            elif output.finish_reason == "abort" and life.is_recalled:
+                choice.is_here = False
+                output = msgspec.structs.replace(output, finish_reason=None)
+            elif output.finish_reason == "abort" and life.ending is not None:
+                output = msgspec.structs.replace(output, error=life.ending)
             if output.new_token_ids or output.finish_reason is not None:
                 self._deliver(life, output)
             self._go_on(life)
 
-    def _note_death(self, life: _Life, output: EngineOutput) -> None:
+    def _note_death(self, life: Life, output: EngineOutput) -> None:
         """An engine has died that had a request."""
-        if any(choice.is_here and not choice.has_ended for choice in life.choices):
+        if life.is_here:
             return  # the others' outputs come next
         life.num_deaths += 1
         with self._lock:
@@ -239,16 +219,19 @@ class HandingFleet(Fleet):
             return
         logger.info("request %s is begun again: its engine has died", life.request.request_id)
         life.is_placed = False
-        self._find_place(life)
+        if not self._has_settled(life):
+            self._find_place(life)
 
-    def _go_on(self, life: _Life) -> None:
+    def _go_on(self, life: Life) -> None:
         """Have the next engine continue a request, once its own has no choice of it any more."""
-        if not life.open_choices or any(life.choices[index].is_here for index in life.open_choices):
+        if not life.open_choices or life.is_here:
             return
         life.is_placed = False
+        if self._has_settled(life):
+            return
         before, told = life.route.engine, life.decoder
         with self._lock:
-            is_ready = self._are_ready()
+            is_ready = self._are_alike(life.version)
             engine = before if told is None else told
             if told is None or not is_ready[told]:
                 engine = self.router.hand_over(life.route, is_ready)
@@ -263,10 +246,27 @@ class HandingFleet(Fleet):
         except EngineDeadError:
             self._find_place(life)
 
-    def _find_place(self, life: _Life) -> None:
-        """Have any engine compute what is missing of a request; it waits if none can."""
+    def _has_settled(self, life: Life) -> bool:
+        """Whether a request that no engine has any more was taken back, or ended."""
+        if life.ending is not None:
+            self._abort(life, life.open_choices, life.ending)
+            return True
+        if life.is_recalled:
+            life.is_recalled = False
+            self._forget_pages(life)
+            with self._lock:
+                self.router.take_back(life.route)
+            self._find_place(life)
+            return True
+        return False
+
+    def _find_place(self, life: Life) -> None:
+        """Have any engine compute what is missing of a request; it waits if none can, or must."""
+        if self._pauses.takes(life):
+            return None
         with self._lock:
-            is_ready = self._are_ready()
+            is_ready = self._are_alike(life.version if life.has_output else "")
+            is_other = not any(is_ready) and any(self._are_ready())
             if any(is_ready):
                 assert self._roles is not None
                 num_tokens = life.prepared.num_prompt_tokens + len(life.choices[0].token_ids)
@@ -274,6 +274,9 @@ class HandingFleet(Fleet):
                 costs = self._roles.prompt_costs(self.router.engine_loads(is_ready), num_new)
                 engine = int(np.argmin(np.where(is_ready, costs, np.inf)))
                 self.router.move(life.route, engine)
+        if is_other:  # those with the weights that have begun it do not come back
+            self.begin_again(life, "")
+            return self._find_place(life) if life.open_choices else None
         if any(is_ready):
             try:
                 return self._place(life, engine)
@@ -303,11 +306,13 @@ class HandingFleet(Fleet):
                     if life.open_choices and not life.is_placed:
                         self._find_place(life)
 
-    def _expect(self, life: _Life) -> None:
+    def _expect(self, life: Life) -> None:
         """A request is begun: have the next engine take its pages as they come, and reserve blocks for it."""
+        if life.is_recalled or life.ending is not None:
+            return
         with self._lock:
             assert self._roles is not None
-            is_ready = self._are_ready()
+            is_ready = self._are_alike(self._clients[life.route.engine].weight_version)
             engine = self._roles.decode_engine(self.router.engine_loads(is_ready), life.route.engine)
             source = self._source(life)
             if source is None or not is_ready[engine] or engine == life.route.engine:
@@ -321,21 +326,27 @@ class HandingFleet(Fleet):
             request = msgspec.structs.replace(life.request, prompt_token_ids=prompt_ids, begun=begun, source=source)
         self._clients[engine].expect(source, request)
 
-    def _source(self, life: _Life) -> Source | None:
+    def _source(self, life: Life) -> Source | None:
         """The offer of a request's pages."""
         addresses = self._clients[life.offerer].info.transfer_addresses
         address = next((each for each in addresses if each.startswith(self._scheme)), None)
         return Source(address, life.lease) if address is not None and life.lease else None
 
+    def _are_alike(self, version: str) -> list[bool]:
+        """The engines that are ready and have these weights; "": any."""
+        return [client.state == "ready" and version in ("", client.weight_version) for client in self._clients]
+
     # Outputs
 
-    def _deliver(self, life: _Life, output: EngineOutput) -> None:
+    def _deliver(self, life: Life, output: EngineOutput) -> None:
         """Give an output to the client, in the fleet's books first."""
         if output.finish_reason is not None:
             life.choices[output.index].has_ended = True
             life.choices[output.index].is_here = False
             if output.times is not None and life.number > 1:
                 output = msgspec.structs.replace(output, times=self._times(life, output.times))
+        if life.num_restarts and output.num_restarts != life.num_restarts:
+            output = msgspec.structs.replace(output, num_restarts=life.num_restarts)
         with self._lock:
             self._note(life.route, output)
         if not call_sink(life.sink, output):
@@ -344,33 +355,57 @@ class HandingFleet(Fleet):
         if not life.open_choices:
             self._end(life)
 
-    def _times(self, life: _Life, times: RequestTimes) -> RequestTimes:
+    def _times(self, life: Life, times: RequestTimes) -> RequestTimes:
         """An answer's times, where its last engine does not know the first."""
         first = life.first_times or times
         first_token_s = first.first_token_s or times.first_token_s or life.first_token_s
         return msgspec.structs.replace(times, first_scheduled_s=first.first_scheduled_s, first_token_s=first_token_s)
 
-    def _fail(self, life: _Life, error: str) -> None:
+    def _fail(self, life: Life, error: str) -> None:
+        if self._is_closing:
+            self._abort(life, life.open_choices)
+            return
         for index in life.open_choices:
             output = EngineOutput(
                 request_id=life.request.request_id,
                 index=index,
                 new_token_ids=[],
                 num_prompt_tokens=life.prepared.num_prompt_tokens,
-                finish_reason="abort" if self._is_closing else "error",
-                error=None if self._is_closing else error,
-                engine_died=not self._is_closing,
+                finish_reason="error",
+                error=error,
+                engine_died=True,
+                weight_version=life.version,
             )
             self._deliver(life, output)
 
-    def _end(self, life: _Life) -> None:
+    def _abort(self, life: Life, choices: list[int], why: str | None = None) -> None:
+        """End choices that no engine has."""
+        for index in choices:
+            output = EngineOutput(
+                request_id=life.request.request_id,
+                index=index,
+                new_token_ids=[],
+                num_prompt_tokens=life.prepared.num_prompt_tokens,
+                finish_reason="abort",
+                error=why,
+                weight_version=life.version,
+            )
+            self._deliver(life, output)
+
+    def _end_mixed(self, life: Life) -> None:
+        """An engine has gone on with other weights than those that began: its tokens are not delivered."""
+        life.number += 1
+        self._clients[life.route.engine].cancel(life.request.request_id)
+        life.is_placed = False
+        self._abort(life, life.open_choices, CHANGED)
+
+    def _end(self, life: Life) -> None:
         self._forget_pages(life)
         with self._lock:
             self._lives.pop(life.request.request_id, None)
-        with self._ended:
-            self._ended.notify_all()
+        self._pauses.forget(life)
 
-    def _forget_pages(self, life: _Life) -> None:
+    def _forget_pages(self, life: Life) -> None:
         """No engine has to keep the pages of the last lease."""
         if life.lease:
             for engine in {life.offerer, life.offerer if life.decoder is None else life.decoder}:
@@ -387,18 +422,8 @@ class HandingFleet(Fleet):
             if life.is_placed:
                 self._clients[life.route.engine].cancel(request_id, index)
             left = [each for each in life.open_choices if index in (None, each)]
-            for each in left:
-                if not life.is_placed or not life.choices[each].is_here:
-                    self._deliver(
-                        life,
-                        EngineOutput(
-                            request_id=request_id,
-                            index=each,
-                            new_token_ids=[],
-                            num_prompt_tokens=life.prepared.num_prompt_tokens,
-                            finish_reason="abort",
-                        ),
-                    )
+            is_left = not life.is_placed or life.is_recalled
+            self._abort(life, [each for each in left if is_left or not life.choices[each].is_here])
 
     def pause(self, request_id: str) -> None:
         self._set_paused(request_id, is_paused=True)
@@ -416,7 +441,7 @@ class HandingFleet(Fleet):
                 client = self._clients[life.route.engine]
                 (client.pause if is_paused else client.resume)(request_id)
 
-    def _life(self, request_id: str) -> _Life | None:
+    def _life(self, request_id: str) -> Life | None:
         if not self._origin.is_here:
             return None
         with self._lock:
@@ -436,6 +461,10 @@ class HandingFleet(Fleet):
         try:
             self._wait_for_all(drain_timeout_s)
             super().unload(drain_timeout_s)
+            self._pauses.is_paused = self._pauses.is_asleep = False  # as those that will be started
+            for life in self.open_lives():
+                with life.lock:
+                    self._fail(life, "the model is unloaded")
         finally:
             self._refuses = False
 
@@ -456,6 +485,111 @@ class HandingFleet(Fleet):
                 self._fail(life, "the engines are closed")
 
     def _wait_for_all(self, timeout_s: float | None) -> None:
-        """Until no request is open: engines that drain at once could not hand theirs over."""
+        """Until no request is open but those that a pause holds: engines that drain at once could not hand theirs
+        over."""
         with self._ended:
-            self._ended.wait_for(lambda: not self._lives or self._is_closing, timeout_s)
+            self._ended.wait_for(
+                lambda: not self._lives or self._is_closing or (self._pauses.is_stopped and self._pauses.is_empty),
+                timeout_s,
+            )
+
+    # Pauses and new weights: this is the `Parts` of its `FleetPauses`
+
+    @property
+    def _held(self) -> tuple[int, int]:
+        return self._pauses.num_held, self._pauses.num_held_tokens
+
+    @property
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def open_lives(self) -> list[Life]:
+        return list(self._lives.values())
+
+    def recall(self, life: Life) -> None:
+        if life.is_placed:
+            life.is_recalled = True
+            self._clients[life.route.engine].cancel(life.request.request_id)
+        else:
+            self._pauses.takes(life)
+
+    def end_for_good(self, life: Life, why: str) -> None:
+        life.ending = why
+        if life.is_placed:
+            self._clients[life.route.engine].cancel(life.request.request_id)
+        else:
+            self._abort(life, life.open_choices, why)
+
+    def set_going(self, life: Life) -> None:
+        if life.is_accepted or self._clients[life.route.engine].state != "ready":
+            return self._find_place(life)
+        life.is_accepted = True  # it has waited for its turn here
+        try:
+            return self._place(life, life.route.engine)
+        except EngineDeadError:
+            return self._find_place(life)
+
+    def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.order`` and `FleetPauses`. An engine that dies meanwhile obeys when it is back."""
+        if isinstance(command, GivenArrays | LoadWeights | DropWeights):
+            return super().order(command)
+        check_command(command)
+        if isinstance(command, Sleep | WakeUp | UseWeights):
+            self._check_all_ready()
+        if isinstance(command, UseWeights):
+            self._check_read()
+        return self._aside(lambda: self._pauses.obey(command))
+
+    def with_ready(self, command: Command) -> EngineCondition:
+        """Order this of the engines that are ready. Raises ``EngineDeadError`` if there are none."""
+        sent: list[Future[NDArray[np.float32]]] = []
+        for client in self._clients:
+            with suppress(EngineDeadError):
+                sent.append(client.order(command))
+        found: list[EngineCondition] = []
+        for each in sent:
+            with suppress(EngineDeadError):
+                found.append(EngineCondition.of(each.result()))
+        if not found:
+            raise self._dead()
+        return join_conditions(found)
+
+    def with_all(self, command: Command) -> EngineCondition:
+        """Order this of all engines; one that dies meanwhile is told again when it is back. Raises the first error of
+        one that is alive, when all have answered."""
+        left, found, errors = dict(enumerate(self._clients)), list[EngineCondition](), list[XservError]()
+        while left:
+            sent: dict[int, Future[NDArray[np.float32]]] = {}
+            for number, client in left.items():
+                with suppress(EngineDeadError):
+                    sent[number] = client.order(command)
+            for number, future in sent.items():
+                try:
+                    found.append(EngineCondition.of(future.result()))
+                except EngineDeadError:
+                    continue
+                except XservError as error:
+                    errors.append(error)
+                del left[number]
+            if left and (self._is_closing or all(client.ready_in_s is None for client in left.values())):
+                errors.append(self._dead())
+                break
+            if left:
+                time.sleep(RETRY_S)
+        if errors:
+            raise errors[0]
+        return join_conditions(found)
+
+    def use_weights(self, version: str) -> EngineCondition:
+        """All engines serve what they have read last."""
+        return self._use_weights(UseWeights(version, "abort"))
+
+    def begin_again(self, life: Life, version: str) -> None:
+        """Have a request forget tokens of other weights; it ends if its client must not get others instead."""
+        if not life.has_output:
+            return
+        if not life.request.restarts:
+            self._abort(life, life.open_choices, CHANGED)
+            return
+        for output in life.forget_output(version):
+            self._deliver(life, output)

@@ -44,6 +44,7 @@ class Chat(Prepared):
     """
     echo      the beginning of the answer
     left_out  names of fields that the chat template leaves out
+    names_ids  log probabilities name tokens by their ids
     """
 
     created: int
@@ -54,14 +55,16 @@ class Chat(Prepared):
     has_usage: bool
     has_running_usage: bool
     has_token_ids: bool
+    names_ids: bool
 
     def logprobs(self, tokens: list[ChatTokenLogprob]) -> ChatLogprobs | None:
         """null unless requested."""
         return ChatLogprobs(tokens) if self.params.logprobs is not None else None
 
     def token_logprobs(self, delta: TextDelta) -> list[ChatTokenLogprob]:
-        """Log probabilities of the content's tokens, without the one that ended the answer unless its text is shown."""
-        return chat_logprobs(delta, self.service.tokenizer)
+        """Log probabilities of the content's tokens, without the one that ended the answer unless its text is shown; of
+        all tokens if these are named by their ids."""
+        return chat_logprobs(delta, self.service.tokenizer, as_ids=self.names_ids)
 
     def finish_reason(self, delta: TextDelta, *, has_calls: bool) -> ChatFinishReason:
         """The reason why a choice ended, from its last delta."""
@@ -127,6 +130,7 @@ def prepare_chat(service: Service, exchange: Exchange, asked: ChatCompletionRequ
         has_usage=has_usage,
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids),
+        names_ids=bool(asked.return_tokens_as_token_ids),
     )
 
 

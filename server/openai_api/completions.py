@@ -53,6 +53,7 @@ class PreparedCompletion(Answer):
     has_usage: bool
     has_running_usage: bool
     has_token_ids: bool
+    names_ids: bool
     streams: list[_ChoiceStream] = field(init=False)
     choices: list[_WholeChoice] = field(init=False)
 
@@ -158,6 +159,7 @@ def prepare_completion(
         has_usage=has_usage,
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids) or service.tokenizer is None,
+        names_ids=bool(asked.return_tokens_as_token_ids),
     )
 
 
@@ -193,6 +195,7 @@ class _ChoiceStream:
         """The chunk of `delta`. With `echo` the first begins with the prompt; a long prompt with log probabilities gets
         chunks of its own before it."""
         completion, tokenizer = self.completion, self.completion.service.tokenizer
+        names = None if completion.names_ids else tokenizer
         number = self.index // completion.generation.params.n
         choice = CompletionChoice(index=self.index, text="", finish_reason=None)
         parts: list[CompletionLogprobs] = []
@@ -203,7 +206,7 @@ class _ChoiceStream:
             if completion.echoes is not None:
                 echo = completion.echoes[number]
                 if completion.has_logprobs:
-                    for text, logprobs in echo.parts(completion.generation.prompt_logprobs(number)):
+                    for text, logprobs in echo.parts(completion.generation.prompt_logprobs(number), names):
                         if parts:
                             yield self._ended(choice, parts)
                             choice = CompletionChoice(index=self.index, text="", finish_reason=None)
@@ -218,7 +221,7 @@ class _ChoiceStream:
                 if self.places is None:
                     self.places, self.text_start = TokenPlaces(tokenizer), self.num_characters + len(choice.text)
                 end = self.num_characters + len(choice.text) + len(delta.text)
-                parts.append(legacy_logprobs(delta, self.places, self.text_start, end, tokenizer))
+                parts.append(legacy_logprobs(delta, self.places, self.text_start, end, names))
             choice.text += delta.text
             if delta.stop_reason is not None:
                 choice.stop_reason = delta.stop_reason

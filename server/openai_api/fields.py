@@ -67,7 +67,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "early_stopping": NotBuilt(_BEAM_SEARCH, (False,)),
     "include_reasoning": NotBuilt("reasoning is always sent", (True,)),
     "spaces_between_special_tokens": NotBuilt("special tokens have no spaces between them", (True,)),
-    "return_tokens_as_token_ids": NotBuilt("send return_token_ids", (False,)),
     "prompt_embeds": NotBuilt("a prompt is text or token ids"),
     "mm_processor_kwargs": NotBuilt("images are read in chats alone"),
     "logits_processors": NotBuilt("no code comes with a request; those of the server get vllm_xargs", ([],)),

@@ -25,19 +25,21 @@ _AT_ONCE = 16
 """Tokens of a prompt whose log probabilities are written in one go: a millisecond with twenty alternatives."""
 
 
-def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTokenLogprob]:
-    """One entry for each token of the delta with some of its content; empty if not requested."""
+def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> list[ChatTokenLogprob]:
+    """One entry for each token of the delta with some of its content; empty if not requested. ``as_ids``: one for each
+    of its tokens, which are named by their ids."""
+    names = None if as_ids else tokenizer
     return [
         ChatTokenLogprob(
-            token=token_text(entry.token_id, tokenizer),
+            token=token_text(entry.token_id, names),
             logprob=finite(entry.logprob),
             bytes=list(_token_bytes(entry.token_id, tokenizer)),
             top_logprobs=[
-                TopLogprob(token_text(token_id, tokenizer), finite(value), list(_token_bytes(token_id, tokenizer)))
+                TopLogprob(token_text(token_id, names), finite(value), list(_token_bytes(token_id, tokenizer)))
                 for token_id, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
             ],
         )
-        for entry in delta.content_logprobs or ()
+        for entry in (delta.logprobs if as_ids else delta.content_logprobs) or ()
     ]
 
 
@@ -67,7 +69,6 @@ class Echo:
     token_offsets   where each token begins in `text`; empty unless logprobs are wanted
     """
 
-    tokenizer: Tokenizer
     text: str
     token_ids: list[int]
     token_offsets: list[int]
@@ -88,17 +89,19 @@ class Echo:
             )
             places = TokenPlaces(tokenizer)
             offsets = [min(places.next(*each), len(text)) for each in zip(token_ids, ends, strict=True)]
-        return cls(tokenizer, text, token_ids, offsets)
+        return cls(text, token_ids, offsets)
 
-    def parts(self, entries: Sequence[TokenLogprobs | None]) -> Iterator[tuple[str, CompletionLogprobs]]:
-        """The text and the legacy form of its log probabilities, of a few tokens each; the first token has none. At
-        least one part."""
+    def parts(
+        self, entries: Sequence[TokenLogprobs | None], names: Tokenizer | None
+    ) -> Iterator[tuple[str, CompletionLogprobs]]:
+        """The text and the legacy form of its log probabilities, of a few tokens each, which ``names`` names; the first
+        token has none. At least one part."""
         for start in range(0, max(1, len(self.token_ids)), _AT_ONCE):
             end = start + _AT_ONCE
             ids, offsets = self.token_ids[start:end], self.token_offsets[start:end]
             result = CompletionLogprobs()
             for token_id, offset, entry in zip(ids, offsets, entries[start:end], strict=True):
-                _append(result, token_id, entry, offset, self.tokenizer)
+                _append(result, token_id, entry, offset, names)
             text_start = offsets[0] if start else 0
             text_end = self.token_offsets[end] if end < len(self.token_ids) else len(self.text)
             yield self.text[text_start:text_end], result
@@ -157,13 +160,14 @@ class TokenPlaces:
 
 
 def legacy_logprobs(
-    delta: TextDelta, places: TokenPlaces, text_start: int, text_end: int, tokenizer: Tokenizer | None
+    delta: TextDelta, places: TokenPlaces, text_start: int, text_end: int, names: Tokenizer | None
 ) -> CompletionLogprobs:
-    """The legacy form; the answer begins at `text_start` of the choice's text, which now ends at `text_end`."""
+    """The legacy form; the answer begins at `text_start` of the choice's text, which now ends at `text_end`. Without
+    ``names`` tokens are named by their ids."""
     result = CompletionLogprobs()
     for entry, end in zip(delta.logprobs or (), delta.token_ends or (), strict=True):
         offset = text_start + places.next(entry.token_id, end)
-        _append(result, entry.token_id, entry, min(offset, text_end), tokenizer)
+        _append(result, entry.token_id, entry, min(offset, text_end), names)
     return result
 
 

@@ -210,10 +210,13 @@ class GenerationRequest(CommonFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """returns  `return`, which transformers' `get_json_schema` writes, for the chat template"""
+
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    returns: dict[str, Any] | None = msgspec.field(default=None, name="return")
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -322,6 +325,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     documents                the template's variable of that name
     prediction               a text that the answer may repeat: its tokens are proposed as the answer follows it
     mm_processor_kwargs      `min_pixels` and `max_pixels`, or `size`, of the request's pictures as the model reads them
+    return_tokens_as_token_ids  log probabilities are those of all `token_ids`, and name tokens "token_id:17"
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -339,6 +343,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     documents: list[dict[str, str]] | None = None
     prediction: Prediction | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -349,12 +354,14 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     echo                the answer begins with the prompt; with logprobs, with those of the prompt
     add_special_tokens  the encoding adds the tokenizer's own BOS and the like (default: true)
     suffix              the text after the answer, for a model that was taught to fill in
+    return_tokens_as_token_ids  log probabilities name tokens "token_id:17"
     """
 
     prompt: Prompt
     suffix: str | None = None
     logprobs: Int | None = None
     add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 EmbeddingInput = str | list[str | Int | list[Int]]

@@ -44,12 +44,16 @@ class ServerLoad(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """engine: its fields of `GET /live`; server: `ServerConfig` without keys and files."""
+    """engine: its fields of `GET /live`; server: `ServerConfig` without keys and files.
+
+    vllm_config  what TRL's client reads of vLLM's: the float type by torch's name; no weights come by NCCL
+    """
 
     version: str
     models: list[str]
     engine: dict[str, Any]
     server: dict[str, Any]
+    vllm_config: dict[str, Any]
 
 
 class CacheReset(msgspec.Struct):
@@ -102,7 +106,10 @@ async def get_server_info(request: Request) -> Response:
     """Limits and settings, without paths of files."""
     service: Service = request.app.state.service
     info = told_info(service.client.info)
-    return JsonAnswer(ServerInfo(release(), list(service.model_names), info, told_config(service.config)))
+    models = list(service.model_names)
+    told = {"model": models[0], "dtype": f"torch.{info['dtype']}", "max_model_len": info["max_model_len"]}
+    vllm_config = {"model_config": told, "weight_transfer_config": None}
+    return JsonAnswer(ServerInfo(release(), models, info, told_config(service.config), vllm_config))
 
 
 def told_info(info: EngineInfo) -> dict[str, Any]:

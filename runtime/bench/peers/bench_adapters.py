@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -184,7 +185,48 @@ def bench_adapters(
                 say(f"{dtype}: timing")
                 found = interleaved(works, num_rounds, warm_ups=1)
             report["results"] += _rows(dtype, found)
+            say(f"{dtype}: loading with one slot")
+            report["loads_ms"][dtype] = time_loads(_given(model, dtype), adapters, num_rounds, say)
     return finished(report)
+
+
+def time_loads(
+    given: Mapping[str, Any], adapters: Sequence[Path], num_rounds: int, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Median milliseconds until an adapter lies in a slot: from the host's memory, where it was read before, and from
+    files in the page cache, checked against the model. The former is what an answer of one token takes longer than with
+    the adapter in its slot."""
+    params = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
+    with LLM(**given, enable_lora=True, max_loras=1, max_cpu_loras=len(adapters), max_lora_rank=RANK) as llm:
+        asked = [LoRARequest(path.name, number + 1, str(path)) for number, path in enumerate(adapters)]
+
+        def answered(number: int, token: int) -> float:
+            start = time.perf_counter()
+            prompt: Any = {"prompt_token_ids": [token // 200 + 1, token % 200 + 1, 7]}  # shares no page with another
+            llm.generate([prompt], params, lora_request=asked[number], use_tqdm=False)
+            return time.perf_counter() - start
+
+        for number in range(len(adapters)):
+            answered(number, 1)
+        say("timing loads")
+        reads, writes = [], []
+        for turn in range(num_rounds * len(adapters)):
+            number = turn % len(adapters)
+            start = time.perf_counter()
+            llm.client.load_adapter(asked[number].lora_name, asked[number].lora_path).result()
+            reads.append(time.perf_counter() - start)
+            writes.append(answered(number, 2 * turn + 2) - answered(number, 2 * turn + 3))
+    read, write = statistics.median(reads) * 1e3, statistics.median(writes) * 1e3
+    return {"from_host_memory": write, "from_files": read + write, "most_from_files": max(reads) * 1e3 + write}
+
+
+def _given(model: Path, dtype: str) -> dict[str, Any]:
+    """The settings of our side."""
+    given: dict[str, Any] = {
+        "model": str(model), "device": "cpu", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64,
+        "kv_cache_bytes": 512 << 20,
+    }  # fmt: skip
+    return given if dtype == "bfloat16" else {**given, "quantization": dtype}
 
 
 def _opened(
@@ -192,12 +234,7 @@ def _opened(
     clock: str, report: dict[str, Any],
 ) -> dict[str, tuple[Side, Callable[[Case], bool]]]:  # fmt: skip
     """By name: a side's step, and whether it can run a case. Compares each peer with ours first."""
-    given: dict[str, Any] = {
-        "model": str(model), "device": "cpu", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 64,
-        "kv_cache_bytes": 512 << 20,
-    }  # fmt: skip
-    if dtype != "bfloat16":
-        given["quantization"] = dtype
+    given = _given(model, dtype)
     plain = OurSide(stack.enter_context(LLM(**given)), clock)
     llm = stack.enter_context(LLM(**given, enable_lora=True, max_loras=NUM_ADAPTERS, max_lora_rank=RANK))
     ours = Adapted(llm, adapters, clock)
@@ -247,11 +284,16 @@ def _most(dtype: str, case: Case) -> float | None:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The results as a table; `bench_adapters` tells of `more`."""
+    """The results as a table, and the loads; `bench_adapters` tells of `more`."""
     rows = []
     for row in report["results"]:
         most = f"≤ {row['most']:.0%}, {'met' if row['is_met'] else 'missed'}" if "most" in row else "–"
         cells = [row["dtype"], row["side"], str(row["sequences"]), str(row["adapters"])]
         rows.append([*cells, f"{row['step_s'] * 1e3:.2f}", f"{row['more']:.1%}", f"{row['more_of_best']:.1%}", most])
     head = ("weights", "side", "sequences", "adapters", "ms a step", "more", "of the best rounds", "goal")
-    return markdown_table(head, rows)
+    loads = "".join(
+        f"\n{dtype}: an adapter is in its slot {found['from_host_memory']:.0f} ms from host memory, "
+        f"{found['from_files']:.0f} ms from files\n"
+        for dtype, found in report["loads_ms"].items()
+    )
+    return markdown_table(head, rows) + loads

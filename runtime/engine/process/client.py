@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from runtime.engine.messages import (
 )
 from runtime.engine.weights.commands import (
     Command,
+    DropWeights,
     EngineCondition,
     GivenArrays,
     LoadWeights,
@@ -45,6 +47,7 @@ from runtime.engine.weights.commands import (
     WeightSource,
     check_command,
 )
+from runtime.errors import XservError
 from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
@@ -342,7 +345,12 @@ class EngineClient(Protocol):
         check_command(use)
         with self.update_lock:  # else the weights of one update would serve under the version of another
             self.order(source if isinstance(source, GivenArrays) else LoadWeights(source)).result()
-            return EngineCondition.of(self.order(use).result())
+            try:
+                return EngineCondition.of(self.order(use).result())
+            except XservError:
+                with suppress(XservError):
+                    self.order(DropWeights())
+                raise
 
     def wait_until_started(self) -> None:
         """Returns when requests are first accepted; before that only ``state`` and ``close`` may be used. Raises the

@@ -136,6 +136,7 @@ class ProcessEngineClient(EngineClient):
         self._calls: dict[int, Future[NDArray[np.float32]]] = {}
         self._num_calls = 0
         self._read: SentWeights | None = None  # weights that were loaded last
+        self.has_read = False  # by this process, and not used yet
         self._weight_version = FIRST_VERSION
         self._is_watched = False  # as the process knows it
         self._supervisor.thread.start()
@@ -294,16 +295,23 @@ class ProcessEngineClient(EngineClient):
             return
         with self._lock:
             if isinstance(command, LoadWeights):
-                self._read = command.source
+                self._read, self.has_read = command.source, True
             else:
-                source = self._read
-                folder = source if isinstance(source, FolderWeights) else None
-                version = command.version if folder is not None else FIRST_VERSION
-                self._supervisor.start = msgspec.structs.replace(
-                    self._supervisor.start, weights=folder, weight_version=version
-                )
-                self._weight_version = command.version
+                self._weight_version, self.has_read = command.version, False
+                self._start_with_read(command.version, lasts=False)
         told.set_result(done.result())
+
+    def start_with_read(self, version: str, *, lasts: bool) -> None:
+        """Have an engine that is started anew begin with the weights that were read last; ``lasts``: also with those of
+        a memory, which its owner keeps meanwhile."""
+        with self._lock:
+            self._start_with_read(version, lasts=lasts)
+
+    def _start_with_read(self, version: str, *, lasts: bool) -> None:
+        source = self._read if lasts or isinstance(self._read, FolderWeights) else None
+        self._supervisor.start = msgspec.structs.replace(
+            self._supervisor.start, weights=source, weight_version=FIRST_VERSION if source is None else version
+        )
 
     @property
     def weight_version(self) -> str:
@@ -401,7 +409,7 @@ class ProcessEngineClient(EngineClient):
 
     def let_go(self) -> None:
         """See `Owner.let_go`."""
-        self._pulse, self._queue, self._is_watched = None, _Queue(), False
+        self._pulse, self._queue, self._is_watched, self.has_read = None, _Queue(), False, False
 
     def end_all(self) -> None:
         """See `Owner.end_all`."""

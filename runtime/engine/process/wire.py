@@ -29,7 +29,7 @@ from runtime.engine.messages import (
     StepView,
     TransferSettings,
 )
-from runtime.engine.weights.commands import Command, FolderWeights
+from runtime.engine.weights.commands import Command, SentWeights
 from runtime.errors import OutOfMemoryError, XservError
 
 MAX_FRAME_BYTES = 1 << 30
@@ -76,7 +76,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     remote_ranks: list[RemoteRank] = []
     draws_bars: bool = True
     transfer: TransferSettings | None = None
-    weights: FolderWeights | None = None
+    weights: SentWeights | None = None
     weight_version: str = ""
 
 

@@ -88,6 +88,11 @@ class ReservedPrefixes:
             and np.array_equal(reserved.tokens, sequence.prefix_keys(0, reserved.num_tokens))
         )
 
+    def clear(self) -> None:
+        """Let all go."""
+        for lease in list(self._reserved):
+            self.drop(lease)
+
     def drop(self, lease: str | None = None) -> bool:
         """Let the blocks of this lease go, or of the latest that has any. False if there are none."""
         if lease is None:

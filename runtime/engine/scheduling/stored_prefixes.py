@@ -216,11 +216,11 @@ class StoredPrefixes:
         self._waiting.clear()
         self._asked = self._latest = None
 
-    def use(self, store: PageStore, fingerprint: str) -> None:
-        """From now on pages have this fingerprint, and this store. The pool's prefixes were dropped."""
+    def use(self, open_store: Callable[[str], PageStore], fingerprint: str) -> None:
+        """From now on pages have this fingerprint, and its store. The pool's prefixes were dropped."""
         assert not self._waiting, "pages of other weights are left"
         self._store.close(_CLOSE_S)
-        self._store, self._fingerprint = store, fingerprint.encode()
+        self._store, self._fingerprint = open_store(fingerprint), fingerprint.encode()
 
     @property
     def num_waiting(self) -> int:
@@ -321,6 +321,12 @@ class StoredPrefixes:
             if self._restoring is not None:
                 with NO_COLLECTION:
                     self._go_on(self._restoring, _READ_BYTES)
+
+    def stop_warming(self) -> None:
+        """Read nothing back any more but what a sequence waits for."""
+        if self._is_warming:
+            self.drop()
+        self._latest = deque()
 
     def _ends(self) -> deque[PageName]:
         """States, and pages that no other continues, of those that were used last: no more than the pool holds."""

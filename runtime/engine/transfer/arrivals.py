@@ -283,6 +283,10 @@ class Arrivals:
         assert self._backing is not None, "nothing is kept"
         self._backing.write(pool, names, planes)
 
+    def back_with(self, backing: PageStore | None) -> None:
+        """From now on ask this store for what is not here. To be called after `close`."""
+        self._backing = backing
+
     def close(self, timeout_s: float | None = None) -> int:
         """See `PageStore`."""
         for lease in list(self._arrivals):

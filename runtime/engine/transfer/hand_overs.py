@@ -278,6 +278,12 @@ class HandOvers:
                 if request in requests:
                     requests.remove(request)
 
+    def forget(self, request: Request) -> None:
+        """Drop what a request has offered and taken: it begins again, with other weights."""
+        lease = self._leases.pop(request.request_id, None)
+        if lease is not None:
+            lease.transport.drop(request.lease)
+
     def announce(self, outputs: list[EngineOutput]) -> None:
         """Say what `begin` could not tell."""
         outputs += self._announced

@@ -12,7 +12,7 @@ from numba_kernels.cpu.target import TILES
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
-from runtime.engine.fingerprint import fingerprint
+from runtime.engine.fingerprint import fingerprint, fingerprint_of_source
 from runtime.engine.messages import TransferSettings
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
 from runtime.engine.steps.local_executor import LocalExecutor
@@ -21,9 +21,11 @@ from runtime.engine.transfer.identity import Identity
 from runtime.engine.transfer.nixl_transport import NixlTransport
 from runtime.engine.transfer.sockets import SharedMemoryTransport, TcpTransport
 from runtime.engine.transfer.transport import Transport
+from runtime.engine.weights.commands import WeightSource
 from runtime.errors import XservError
 from runtime.kv.layer_copies import LayerCopies, has_free_core
 from runtime.kv.page_bytes import PageBytes
+from runtime.kv.page_store import PageStore
 from runtime.version import release
 
 logger = logging.getLogger("xserv.engine")
@@ -70,6 +72,19 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
         raise RequestError(str(error), param="kv_transfer") from None
     num_planes = [len(each) for each in pages.page_bytes]
     arrivals = Arrivals(transports, settings.most_bytes, num_planes, None if before is None else before.store)
+    weights = engine.weights
+    open_backing = weights.open_store
+
+    def open_store(name: str) -> PageStore:
+        for transport in transports.values():
+            transport.use(identity._replace(fingerprint=name))
+        arrivals.back_with(None if open_backing is None else open_backing(name))
+        return arrivals
+
+    def fingerprint_of(source: WeightSource) -> str:
+        return fingerprint_of_source(source, digest, config, executor.kv_cache.spec, notes)
+
+    weights.open_store, weights.fingerprint_of = open_store, weights.fingerprint_of or fingerprint_of
     picture_of = None if engine.pictures is None else engine.pictures.keys.known_digest
     stored = StoredPrefixes(engine.pool, pages, arrivals, digest, picture_of)
     executor.layer_copies = LayerCopies(executor.kv_cache, PageBytes(executor.kv_cache))

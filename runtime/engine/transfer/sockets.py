@@ -182,6 +182,20 @@ class SocketTransport(ABC):
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def use(self, identity: Identity) -> None:
+        """See `Transport`."""
+        with self._condition:
+            self._identity = identity
+            for lease in {*self._offers, *self._pulls}:
+                self.drop(lease)
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        """The condition is held."""
+        for link in (link for links in self._idle.values() for link in links):
+            link.connection.close()
+        self._idle.clear()
+
     def close(self, timeout_s: float = 0.0) -> None:
         """See `Transport`."""
         with self._condition:
@@ -190,9 +204,7 @@ class SocketTransport(ABC):
             for lease in list(self._offers):
                 self._forget(lease)
             pulls = list(self._pulls)
-            for link in (link for links in self._idle.values() for link in links):
-                link.connection.close()
-            self._idle.clear()
+            self._close_idle()
             self._condition.notify_all()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -1,10 +1,10 @@
-"""A transport carries pages from one engine to another: four functions, of which an adapter of another library is made.
+"""A transport carries pages from one engine to another: five functions, of which an adapter of another library is made.
 
     sender                                     receiver
     offer(lease, NO_PAGES): some will come     pull(source, arrived, ended)
     offer(lease, pages), as they are computed
     offer(lease, None): that was all
-    drop(lease)                                close()
+    drop(lease), use(identity)                 close()
 
 A lease names an offer. It cannot be guessed, is taken once, and ends when it was taken, or after a time. Pages are on
 the host; the engine's blocks are free as soon as ``offer`` has returned. `runtime.engine.transfer.sockets` has the two
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.messages import Source
-from runtime.engine.transfer.identity import RefusedError, TransferError
+from runtime.engine.transfer.identity import Identity, RefusedError, TransferError
 from runtime.kv.page_store import PageName
 
 
@@ -79,6 +79,10 @@ class Transport(Protocol):
 
     def drop(self, lease: str) -> None:
         """Forget an offer, or end a pull of it. Others are left as they are."""
+        ...
+
+    def use(self, identity: Identity) -> None:
+        """From now on the engine's pages have this identity: all offers and pulls of others end."""
         ...
 
     def close(self, timeout_s: float = 0.0) -> None:

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
+from models.errors import ModelLoadError
 from runtime.engine.adapters import Adapters
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
 from runtime.engine.open_requests import OpenRequests
@@ -21,7 +21,8 @@ from runtime.engine.speculation.evidence import SpeculationCounters
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.embedder import Embedder
 from runtime.engine.steps.executor import Executor
-from runtime.engine.weights.commands import WeightSource
+from runtime.engine.transfer.hand_overs import HandOvers
+from runtime.engine.weights.commands import GivenArrays, WeightSource
 from runtime.errors import XservError
 from runtime.kv.page_store import PageStore
 
@@ -38,12 +39,12 @@ class Owner(Protocol):
     steps: OpenSteps
     pictures: PictureQueue | None
     adapters: Adapters | None
+    hand_overs: HandOvers | None
 
     def use(self, speculator: Speculator | None) -> None: ...
     def prepare(self, request: EngineRequest, *, is_prepared: bool = False) -> Request: ...
     def await_parts(self, request: Request) -> None: ...
     def encode_pictures(self, outputs: list[EngineOutput]) -> None: ...
-    def reset_prefix_cache(self) -> NDArray[np.float32]: ...
 
 
 class EngineWeights:
@@ -76,9 +77,13 @@ class EngineWeights:
             self._engine.embedder.advance()
 
     def load_weights(self, source: WeightSource) -> None:
+        before = None if self.fingerprint_of is None else self.fingerprint_of(source)
         self._engine.executor.load_weights(source)
-        if self.fingerprint_of is not None:
-            self._fingerprint = self.fingerprint_of(source)
+        if self.fingerprint_of is not None and before is not None:
+            if not isinstance(source, GivenArrays) and self.fingerprint_of(source) != before:
+                self.drop_loaded()
+                raise ModelLoadError(f"{source.path}: the weights changed while they were read")
+            self._fingerprint = before
 
     def drop_loaded(self) -> None:
         self._engine.executor.drop_loaded()
@@ -91,12 +96,14 @@ class EngineWeights:
         self._with_new_parts()
         if (stored := self._engine.scheduler.stored) is not None:
             assert self.open_store is not None, "it has a store"
-            stored.use(self.open_store(self._fingerprint), self._fingerprint)
+            stored.use(self.open_store, self._fingerprint)
 
     def drop_prefixes(self) -> None:
+        if self._engine.hand_overs is not None:
+            self._engine.hand_overs.reserved.clear()
         if (stored := self._engine.scheduler.stored) is not None:
             stored.settle()
-        self._engine.reset_prefix_cache()
+        self._engine.pool.drop_prefixes()
 
     def free_weights(self, *, keeps_copy: bool) -> None:
         if self._engine.pictures is not None:
@@ -122,10 +129,14 @@ class EngineWeights:
         engine, source = self._engine, request.asked
         assert source is not None, "others end"
         try:
-            fresh = engine.prepare(source, is_prepared=True)
+            fresh = engine.prepare(msgspec.structs.replace(source, source=None), is_prepared=True)
         except XservError as error:
             return engine.opened.end(request, "error", str(error))
+        if engine.hand_overs is not None:
+            engine.hand_overs.forget(request)
         told = engine.opened.begin_again(request, fresh)
+        if engine.hand_overs is not None:
+            engine.hand_overs.admit(fresh)
         engine.await_parts(fresh)
         return told
 

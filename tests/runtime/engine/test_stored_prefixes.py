@@ -506,7 +506,15 @@ def test_an_idle_engine_reads_back_what_was_used_last(
         while engine.wants_rest and not stored.held_blocks:
             engine.rest_long()
         assert stored.held_blocks
+        engine.reset_prefix_cache()
+        assert not engine.wants_rest
+        assert not stored.held_blocks
+        assert engine.pool.num_cached == 0
         stored.settle()  # as for new weights
+        while engine.wants_rest and not stored.held_blocks:
+            engine.rest_long()
+        assert stored.held_blocks
+        stored.settle()
         assert not stored.held_blocks
         assert answers(engine, asked) == {key: value for key, value in known.items() if key[0] != "salted"}
     for file in (tmp_path / "prefixes").rglob("*.pages"):

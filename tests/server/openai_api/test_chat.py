@@ -263,6 +263,18 @@ def test_token_ids_on_request(served: Served) -> None:
     assert ids == [*ANSWER.encode(), END_OF_TURN]
 
 
+def test_log_probabilities_by_ids_are_those_of_all_tokens(served: Served) -> None:
+    """What TRL's client asks for: as many entries as token ids, the end included."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}, "return": {"type": "integer"}}}
+    body: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True, "top_k": 0, "min_p": 0.0}
+    asked: Any = {"messages": HELLO, "logprobs": True, "top_logprobs": 1, "tools": [tool], "tool_choice": "none"}
+    choice: Any = served.openai.chat.completions.create(model=MODEL, **asked, extra_body=body).choices[0]
+    assert [each.token for each in choice.logprobs.content] == [f"token_id:{each}" for each in choice.token_ids]
+    top = choice.logprobs.content[0].top_logprobs
+    assert [each.token for each in top] == [f"token_id:{choice.token_ids[0]}"]
+    assert bytes(choice.logprobs.content[0].bytes) == ANSWER[0].encode()
+
+
 def test_prompt_logprobs(served: Served) -> None:
     answer: Any = served.openai.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"prompt_logprobs": 2})
     first, second, *_ = answer.prompt_logprobs

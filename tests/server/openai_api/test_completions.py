@@ -206,6 +206,17 @@ def test_the_end_can_be_ignored(served: Served) -> None:
     assert choice.text == f"{ANSWER}</s> "
 
 
+def test_log_probabilities_by_ids(served: Served) -> None:
+    body = {"return_token_ids": True, "return_tokens_as_token_ids": True, "echo": True}
+    choice = complete(served, "Hi", logprobs=1, extra_body=body).choices[0]
+    assert choice.logprobs is not None
+    names = [f"token_id:{each}" for each in [*choice.prompt_token_ids, *choice.token_ids]]
+    assert choice.logprobs.tokens == names
+    assert choice.logprobs.top_logprobs is not None
+    assert all(set(top) <= {name, f"token_id:{int(name[9:]) + 1}"} for name, top in
+               zip(names[1:], choice.logprobs.top_logprobs[1:], strict=True))  # fmt: skip
+
+
 def test_every_sampling_parameter_reaches_the_engine(served: Served) -> None:
     asked: dict[str, Any] = {
         "temperature": 0.5,

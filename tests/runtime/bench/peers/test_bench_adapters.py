@@ -20,4 +20,6 @@ def test_ours_alone() -> None:
     assert all(len(row["rounds_s"]) == 2 and row["step_s"] > 0 for row in found.values())
     assert {case.adapters: found[OURS, *case]["most"] for case in cases} == {0: 0.01, 1: 0.05, 8: 0.1}
     assert found[PLAIN, 1, 0]["more"] == 0.0
+    loads = report["loads_ms"]["bfloat16"]
+    assert loads["from_files"] > loads["from_host_memory"]
     assert "| bfloat16 | xserv | 9 | 8 |" in markdown(report)

@@ -12,6 +12,7 @@ import pytest
 
 from runtime.engine.engine import Engine
 from runtime.engine.messages import Source
+from runtime.engine.transfer.identity import Identity
 from runtime.engine.transfer.transport import Arrived, Ended, Pages, StaleLeaseError, Transport
 from runtime.kv.kinds import State
 from tests.runtime.engine.storing_engine import SETTINGS, make_requests
@@ -74,6 +75,9 @@ class FolderTransport:
                 file.unlink()
             offer.rmdir()
 
+    def use(self, identity: Identity) -> None:
+        self.close()
+
     def close(self, timeout_s: float = 0.0) -> None:
         for offer in self._folder.iterdir():
             self.drop(offer.name)
@@ -92,7 +96,7 @@ def with_folder(engine: Engine, folder: Path) -> FolderTransport:
 
 
 @pytest.mark.parametrize("case", ["full", "windows", "states"])
-def test_four_functions_suffice(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_functions_suffice(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "most_pages", lambda *_: 8)
     model, own = write_case(tmp_path / "model", case)
     settings: dict[str, Any] = {**SETTINGS, **own, "num_blocks": 200}
