@@ -267,8 +267,9 @@ def test_adapters_of_batches_take_no_launch(quantization: str, num_seqs: int) ->
     config = PUBLISHED["Qwen3-0.6B"] | {"num_hidden_layers": 3, "vocab_size": 512}
     plain = kernels_of_a_decode_layer(config, num_seqs=num_seqs, quantization=quantization)
     adapted = kernels_of_a_decode_layer(config, num_seqs=num_seqs, has_adapters=True, quantization=quantization)
-    norms_apart = 2 if quantization != "none" and num_seqs > 4 else 0  # `quantised_gemv` applies them
-    assert len(adapted) == len(plain) == MOST_LAUNCHES_A_LAYER + norms_apart, (plain, adapted)
+    assert len(adapted) == len(plain), (plain, adapted)
+    if quantization != "none" and num_seqs <= 4:
+        assert len(plain) == MOST_LAUNCHES_A_LAYER, plain  # `quantised_gemv` applies the norms
     assert sum(name.endswith("_adapted") for name in adapted) == 4, adapted
 
 

@@ -92,12 +92,12 @@ class NotingDriver(DryDriver):
         self._names: dict[int, str] = {}
         self.launched: set[str] = set()
 
-    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, int]:  # type: ignore[override]
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> tuple[Any, int]:
         status, function = self._new()
         self._names[function] = name.decode()
         return status, function
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, *_: Any) -> tuple[Any]:  # type: ignore[override]
+    def cuLaunchKernelEx(self, config: Any, function: Any, *_: Any) -> tuple[Any]:
         self.launched.add(self._names[int(function)])
         return self._accept()
 
