@@ -18,7 +18,7 @@ MOST_LINES = {
     "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_536,
+    "runtime/backends": 3_534,
     "runtime/linear": 3_448,
     "runtime/kv": 1_911,
     "runtime/engine": 28_376,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_406,
     "server": 23_477,
     "tokenizer": 7_625,
-    "tools": 20_348,
+    "tools": 20_347,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_940
+MOST_WORDS = 39_949
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

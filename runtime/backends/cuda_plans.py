@@ -108,11 +108,9 @@ def _with_adapters(planned: Planned, product: gemm.Product, machine: Machine, ti
     launches of the adapters' own take longer than a slower product."""
     if planned.launch is None or planned.rounding is not None or planned.dequantization is not None:
         return planned
-    name, able = planned.launch.specialisation.name, [gemm.skinny] if tier == "auto" else []
-    for start, own in _ADAPTED.items():
-        if name.startswith(start):
-            able.insert(0, own)
-    for each in able:
+    name = planned.launch.specialisation.name
+    able = [own for start, own in _ADAPTED.items() if name.startswith(start)]
+    for each in [*able, gemm.skinny] if tier == "auto" else able:
         if each.can_take_adapters(product, machine):
             launch = each.plan(product, machine, ranks)
             shrinking = riding.shrinking_blocks(product.m, ranks, launch.cluster[0])

@@ -93,10 +93,8 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
 
 def _tier(product: Product, machine: Machine) -> str:
     """The tier that takes the adapters."""
-    able = [
-        name for name in ("gemv", "quantised_gemv", "skinny") if gemm.TIERS[name].can_take_adapters(product, machine)
-    ]
-    return able[0]
+    names = "gemv", "quantised_gemv", "skinny"
+    return next(name for name in names if gemm.TIERS[name].can_take_adapters(product, machine))
 
 
 def _seconds(product: Product, machine: Machine, tier: str) -> float:
@@ -130,16 +128,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the table to this file, too")
     options = parser.parse_args()
     rows, steps = errors(list(predicted(measured_rows()))), errors([(step, step.before_s()) for step in STEPS])
+    cases = list(costs())
     found = {
         "command": "python -m tools.kernel_costs.adapter_costs",
         "what": "shares that adapters of rank 16 on all maps add to Qwen3-8B's decode steps on an H200, modelled",
         "error_of_launches": {"median": round(rows[0], 3), "worst": round(rows[1], 3)},
         "error_of_steps": {"median": round(steps[0], 3), "worst": round(steps[1], 3)},
-        "cases": [{**asdict(each), "share": round(each.share, 4)} for each in costs()],
+        "cases": [{**asdict(each), "share": round(each.share, 4)} for each in cases],
     }
     print("| weights | sequences | adapters | step, ms | bytes, us | ends | shrinking | tiers | share |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for each in costs():
+    for each in cases:
         parts = (each.bytes_s, each.ends_s, each.shrinking_s, each.tiers_s)
         print(
             f"| {each.weights} | {each.sequences} | {each.adapters} | {each.base_s * 1e3:.2f} |"
