@@ -12,8 +12,8 @@ They add to each product
   of the multiprocessors that shrink;
 - another tier of the product where the usual one takes no adapters.
 
-The base is `latencies` for one sequence, and the tiers' models with a boundary for each launch for more; attention's
-reads are left out there, which makes the shares larger. A step without adapters launches what it launches without
+The base of one sequence is `latencies`'; that of more is the tiers' models and a boundary a launch, without attention's
+reads, which makes the shares larger. A step without adapters launches what it launches without
 `--enable-lora` (`tests/runtime/engine/test_launch_counts.py`), so it costs nothing.
 """
 
@@ -82,9 +82,7 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         shrinking_s += max(0.0, shrink_s - (own_s - (SKINNY_ENDS_S if tier == "skinny" else 0.0)))
         shrinking_s += shrink_s * blocks / beside if launch.grid[0] > beside else 0.0
     launches = 6 if weights == "bf16" else 8
-    base_s = products_s + launches * BOUNDARY_S
-    if sequences == 1:
-        base_s = STEPS[step].now_s() / LAYERS
+    base_s = STEPS[step].now_s() / LAYERS if sequences == 1 else products_s + launches * BOUNDARY_S
     return Cost(
         weights, sequences, adapters, LAYERS * base_s, LAYERS * bytes_s, LAYERS * len(MAPS) * LATENCY_S,
         LAYERS * shrinking_s, LAYERS * tiers_s,
