@@ -151,8 +151,8 @@ def shared_path(name: str) -> Path:
     return path
 
 
-def shared_checkpoint(path: Path) -> Checkpoint:
-    """The tensors of a shared memory. Raises `WeightsError`, also for a header without a digest of each tensor."""
+def _open_shared(path: Path) -> tuple[SafetensorsFile, dict[str, str]]:
+    """A shared memory, and its tensors' digests by their names."""
     file = SafetensorsFile(path)
     try:
         digests = json.loads(file.metadata.get(_DIGESTS, ""))
@@ -162,13 +162,19 @@ def shared_checkpoint(path: Path) -> Checkpoint:
         raise WeightsError(f"{path}: the header's metadata must have {_DIGESTS!r}, a JSON object of digests by tensor")
     if lacking := [name for name in file.tensors if name not in digests]:
         raise WeightsError(f"{path}: {len(lacking)} tensors have no digest in the header, such as {lacking[0]!r:.200}")
+    return file, digests
+
+
+def shared_checkpoint(path: Path) -> Checkpoint:
+    """The tensors of a shared memory. Raises `WeightsError`, also for a header without a digest of each tensor."""
+    file, digests = _open_shared(path)
     return Checkpoint(path, path.name, {name: SharedTensor(file, name, digests[name]) for name in file.tensors})
 
 
 def shared_digest(path: Path) -> str:
-    """A digest of all that a shared memory holds, by the digests in its header."""
-    tensors, digests = shared_checkpoint(path).tensors, json.loads(SafetensorsFile(path).metadata[_DIGESTS])
-    known = [(name, each.type_name, list(each.shape), digests[name]) for name, each in sorted(tensors.items())]
+    """A digest of all that a shared memory holds, by the digests in its header. Raises as `shared_checkpoint`."""
+    file, digests = _open_shared(path)
+    known = [(name, each.dtype, list(each.shape), digests[name]) for name, each in sorted(file.tensors.items())]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 

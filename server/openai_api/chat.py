@@ -42,8 +42,8 @@ from server.transport.exchange import Exchange
 @dataclass(slots=True, kw_only=True)
 class Chat(Prepared):
     """
-    echo      the beginning of the answer
-    left_out  names of fields that the chat template leaves out
+    echo       the beginning of the answer
+    left_out   names of fields that the chat template leaves out
     names_ids  log probabilities name tokens by their ids
     """
 

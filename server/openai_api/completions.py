@@ -41,6 +41,7 @@ class PreparedCompletion(Answer):
     """
     echoes        each prompt's text, and with logprobs its tokens; None without `echo`
     drops_output  `max_tokens=0`: only the prompt is wanted, the one sampled token is not sent
+    names_ids     log probabilities name tokens by their ids
     """
 
     gives_aborted = True

@@ -80,6 +80,9 @@ def _of_pairs(service: Service, asked: PoolingRequest, body: Body) -> AskedEmbed
     for name in ("input", "messages", "prompt_name", "add_special_tokens"):
         if getattr(asked, name) is not None:
             raise invalid(name, f"{name} is not sent with text_1 and text_2.", "unsupported_parameter")
+    for name in ("text_1", "text_2"):
+        if getattr(asked, name) is None:
+            raise invalid(name, f"Send {name}, too: text_1 and text_2 are a pair.", "missing_required_parameter")
     first, second = _pairs(PairsRequest(text_1=asked.text_1, text_2=asked.text_2))
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
     asked.input, second_from = _encoded(service, pairs, ("text_1", "text_2"), asked.truncate_prompt_tokens)

@@ -85,8 +85,9 @@ class Embedding:
         first, rows = self.num_computed, hidden
         self.num_computed = first + count
         if self.pooling == "all":
-            before = self.totals.get("all")
-            self.totals["all"] = rows.copy() if before is None else np.concatenate([before, rows])
+            if "all" not in self.totals:
+                self.totals["all"] = np.empty((len(self.token_ids), rows.shape[1]), np.float32)
+            self.totals["all"][first : self.num_computed] = rows
             return
         if (left_out := self.num_unpooled - first) > 0:
             first, rows = self.num_unpooled, rows[left_out:]
@@ -117,7 +118,7 @@ class Embedding:
         last, left_out = len(self.token_ids), self.num_unpooled
         count, weights = last - left_out, (last * (last + 1) - left_out * (left_out + 1)) / 2
         divisor = {"mean": count, "weighted_mean": weights, "mean_sqrt_len": count**0.5}
-        rows = [total / divisor.get(pooling, 1) for pooling, total in self.totals.items()]
+        rows = [total / divisor[name] if name in divisor else total for name, total in self.totals.items()]
         return np.asarray(rows[0] if len(rows) == 1 else np.concatenate(rows), np.float32)
 
     @property
