@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 41_511,
+    "numba_kernels": 41_482,
     "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_534,
     "runtime/linear": 3_448,
     "runtime/kv": 1_911,
-    "runtime/engine": 28_376,
+    "runtime/engine": 28_377,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
     "runtime/parallel": 2_862,
@@ -29,8 +29,8 @@ MOST_LINES = {
     "runtime/commands": 3_088,
     "runtime/bench": 12_179,
     "runtime": 3_697,
-    "models": 20_406,
-    "server": 23_477,
+    "models": 20_408,
+    "server": 23_481,
     "tokenizer": 7_625,
     "tools": 20_345,
 }
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_960
+MOST_WORDS = 39_965
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from models.base import Architecture
-from models.classifier import read_labels
+from models.classifier import CLASSIFYING, OF_TOKENS, read_labels
 from models.configuration.config import (
     GELU_NAMES,
     SILU_NAMES,
@@ -241,18 +241,16 @@ def _read_distil(fields: Fields, label_head: LabelHead) -> BertConfig:
 
 
 def architectures(
-    model_type: str, read: Callable[..., BertConfig], model_class: type[BertModel],
-    label_head: LabelHead, *names: str,
-) -> tuple[Architecture, ...]:  # fmt: skip
-    """A family's classes by their names; `label_head`: of the one that labels texts."""
-    heads: dict[str, LabelHead] = {
-        "ForSequenceClassification": label_head, "ForTokenClassification": "tokens", "ForQuestionAnswering": "spans",
-    }  # fmt: skip
-    return tuple(
-        Architecture(name, model_type, partial(read, label_head=head), model_class)
-        for name in names
-        for head in [next((each for ending, each in heads.items() if name.endswith(ending)), "")]
-    )
+    model_type: str, read: Callable[..., BertConfig], model_class: type[BertModel], label_head: LabelHead, *names: str
+) -> tuple[Architecture, ...]:
+    """A family's classes, by their names. The one that labels texts has this `label_head`."""
+    heads: dict[str, LabelHead] = {CLASSIFYING: label_head, OF_TOKENS: "tokens", "ForQuestionAnswering": "spans"}
+
+    def read_as(name: str) -> Callable[[Fields], BertConfig]:
+        head = next((each for ending, each in heads.items() if name.endswith(ending)), "")
+        return partial(read, label_head=head)
+
+    return tuple(Architecture(name, model_type, read_as(name), model_class) for name in names)
 
 
 _read_bert, _read_roberta = partial(read_bert, default_eps=1e-12), partial(read_bert, default_eps=1e-5)

@@ -121,9 +121,7 @@ _NOTES = (
 )  # fmt: skip
 
 
-def read_nomic_bert(
-    fields: Fields, *, labels_texts: bool = False, labels_tokens: bool = False
-) -> NomicBertConfig:  # fmt: skip
+def read_nomic_bert(fields: Fields, *, labels_texts: bool, labels_tokens: bool) -> NomicBertConfig:
     def name(own: str) -> str:
         if fields.has(own) and fields.has(_OLDER[own]) and own != "hidden_act":  # a file saved by both codes
             fields.expect(_OLDER[own], fields.raw(own))
@@ -157,13 +155,13 @@ def read_nomic_bert(
 
 
 ARCHITECTURES = tuple(
-    Architecture(name, "nomic_bert", read_nomic_bert, NomicBertModel)
-    for name in ("NomicBertModel", "NomicBertForMaskedLM")
-) + (
     Architecture(
-        "NomicBertForSequenceClassification", "nomic_bert", partial(read_nomic_bert, labels_texts=True), NomicBertModel
-    ),
-    Architecture(
-        "NomicBertForTokenClassification", "nomic_bert", partial(read_nomic_bert, labels_tokens=True), NomicBertModel
-    ),
-)
+        name, "nomic_bert", partial(read_nomic_bert, labels_texts=texts, labels_tokens=tokens), NomicBertModel
+    )
+    for name, texts, tokens in (
+        ("NomicBertModel", False, False),
+        ("NomicBertForMaskedLM", False, False),
+        ("NomicBertForSequenceClassification", True, False),
+        ("NomicBertForTokenClassification", False, True),
+    )
+)  # fmt: skip

@@ -296,8 +296,8 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
             return
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
-        pair_bytes = -(-a.head_dim // (2 * LANES)) * LANES * 4  # of a row of queries
-        sizes = capacity * max(a.head_dim, pair_bytes // 4), TILE_ROWS * CHUNK_TOKENS, capacity * width
+        row_bytes = -(-a.head_dim // (2 * LANES)) * LANES * 4 if rounds else a.head_dim * 4  # of queries
+        sizes = capacity * row_bytes // 4, TILE_ROWS * CHUNK_TOKENS, capacity * width
         size = sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS
         pairs = a.head_dim // 2 * CHUNK_TOKENS, CHUNK_TOKENS // 2 * width
         work = new_lines(size + (pairs[0] + pairs[1] if rounds else 0))
@@ -335,8 +335,8 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
         if rounds:
             for token in range(tokens):
                 at = source + token * a.q_heads * a.head_dim * 4
-                place = q_at + token * share * pair_bytes
-                pair_rows(at, a.head_dim * 4, share, a.head_dim, scale, place, pair_bytes)
+                place = q_at + token * share * row_bytes
+                pair_rows(at, a.head_dim * 4, share, a.head_dim, scale, place, row_bytes)
         else:
             _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, scale)
 
@@ -399,12 +399,12 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
                     if tile_last <= 0:
                         continue
                     tile_last = min(CHUNK_TOKENS, tile_last)
+                    query = q_at + tile * row_bytes
                     if rounds:
-                        place = q_at + tile * pair_bytes
-                        score_pairs(place, pair_bytes, k_pairs, a.head_dim, scores_at, tile_last, height)
+                        score_pairs(query, row_bytes, k_pairs, a.head_dim, scores_at, tile_last, height)
                     else:
                         score_tile(
-                            stored, span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
+                            stored, span, query, keys_at, key_stride, a.head_dim,
                             scores_at, tile_last, values_at if tile == 0 else 0, height,
                         )  # fmt: skip
                     if has_scales:

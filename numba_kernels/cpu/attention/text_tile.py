@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import llvmlite.ir as ir
 from numba.core import cgutils, types
 
 from numba_kernels.cpu.attention.pair_tile import score_words
@@ -87,33 +86,3 @@ def turn_keys(builder, as_pairs, keys, stride, head_dim, tokens, target):
             is_odd = builder.icmp_signed("!=", builder.and_(head_dim, constant(LANES)), constant(0))
             with builder.if_then(is_odd):
                 turn(whole, 1)
-
-
-@emitted(types.void, *[types.intp] * 3, types.float32, *[types.intp] * 2)
-def scale_rows(builder, source, stride, rows, factor, target, row_bytes):
-    """Rows of ``row_bytes`` bytes, whole vectors of floats ``stride`` bytes apart, times a factor, without gaps."""
-    factors, vectors = simd.splat(builder, factor), builder.sdiv(row_bytes, constant(LANES * 4))
-    with cgutils.for_range(builder, rows, intp=I64) as outer:
-        at = builder.add(source, builder.mul(outer.index, stride))
-        place = builder.add(target, builder.mul(outer.index, row_bytes))
-        _scale_vectors(builder, at, place, vectors, factors)
-
-
-def _scale_vectors(builder, at, place, vectors, factors):
-    with cgutils.for_range(builder, vectors, intp=I64) as loop:
-        moved = builder.mul(loop.index, constant(LANES * 4))
-        value = simd.load(builder, builder.add(at, moved), simd.vector(F32), 4)
-        simd.store(builder, builder.fmul(value, factors), builder.add(place, moved))
-
-
-@emitted(types.void, *[types.intp] * 6)
-def finish_rows(builder, sums_of, sums, rows, vectors, target, stride):
-    """Rows of weighted values, so many ``vectors`` each, over their sums (zeros where that is 0), to rows ``stride``
-    bytes apart."""
-    zero, one = ir.Constant(F32, 0.0), ir.Constant(F32, 1.0)
-    with cgutils.for_range(builder, rows, intp=I64) as outer:
-        total = simd.load(builder, builder.add(sums, builder.mul(outer.index, constant(4))), F32, 4)
-        inverse = builder.select(builder.fcmp_ordered("==", total, zero), zero, builder.fdiv(one, total))
-        at = builder.add(sums_of, builder.mul(builder.mul(outer.index, vectors), constant(LANES * 4)))
-        place = builder.add(target, builder.mul(outer.index, stride))
-        _scale_vectors(builder, at, place, vectors, simd.splat(builder, inverse))

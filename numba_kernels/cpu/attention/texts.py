@@ -14,12 +14,13 @@ import functools
 import numpy as np
 from numba import carray
 
-from numba_kernels.cpu.attention.kernel import add_bias, clear, find_sequence, group_rows, height_of, hold
+from numba_kernels.cpu.attention.kernel import add_bias, clear, find_sequence, group_rows, height_of, hold, write
 from numba_kernels.cpu.attention.pair_tile import pair_rows, pair_values, score_pairs, value_pairs
-from numba_kernels.cpu.attention.text_tile import finish_rows, scale_rows, score_floats, softmax_text, turn_keys
+from numba_kernels.cpu.attention.text_tile import score_floats, softmax_text, turn_keys
 from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, value_tile
 from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
+from numba_kernels.cpu.rows import scale_floats
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, int32_at, new_lines
 from numba_kernels.cpu.target import LANES
 
@@ -77,6 +78,7 @@ def text_attention_kernel(rounds: bool) -> Kernel:
         maxima_at = out_at + capacity * d * 4
         sums_at = maxima_at + capacity * 4
         factors_at = sums_at + capacity * 4
+        sums_of = out_at, maxima_at, sums_at
         values = np.empty(_HALVES, np.int64)
         values_at = address(values)
         scale = np.float32(a.scale * LOG2_E)
@@ -86,8 +88,9 @@ def text_attention_kernel(rounds: bool) -> Kernel:
             if rounds:
                 pair_rows(source, stride, rows, d, scale, q_at, row_bytes)
             else:
-                scale_rows(source, stride, rows, scale, q_at, row_bytes)
-            clear((out_at, maxima_at, sums_at), capacity, d)
+                for row in range(rows):
+                    scale_floats(source + row * stride, q_at + row * row_bytes, d, scale)
+            clear(sums_of, capacity, d)
             for chunk in range(0, length, CHUNK_TOKENS):
                 tokens = min(CHUNK_TOKENS, length - chunk)
                 keys = text + chunk * stride + (heads + head) * d * 4
@@ -119,7 +122,7 @@ def text_attention_kernel(rounds: bool) -> Kernel:
                             height,
                         )  # fmt: skip
             target = a.out + ((start + first) * heads + head) * d * 4
-            finish_rows(out_at, sums_at, rows, d // LANES, target, heads * d * 4)
+            write(sums_of, target, rows, 1, heads, d, d, 0)
         hold(work, values)
 
     return Kernel(text_attention, FIELDS)

@@ -5,14 +5,13 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
 
     float32 and widened weights   the elements themselves, with zeros up to a whole word of the weight
     bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16; so for e4m3, which otherwise takes floats
-    int8                          groups of GROUP elements: a row's words of four int8 (see DOT_WORDS) after the
-                                  other's, then ``[h]`` scales and ``[h]`` sums of a group times -ZERO_POINT: where
-                                  integer sums begin
+    int8                          groups of GROUP elements: words of four int8 (see DOT_WORDS), but row by row, then
+                                  ``[h]`` scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
     blocks of integers            groups of X_GROUP elements: words of four int8 (of pairs of int16 in some cases, see
                                   `unpacked_blocks`), then ``[h]`` scales and two ``[h]`` of `quantize_block`
 
-AMX's tiles (`amx_tile`) read rows: of blocks one row's words of a group after the other's, too, and pairs row by row
-for all of K, `pair_row_words` apart.
+AMX's tiles (`amx_tile`) read rows: words of blocks lie row by row within a group, too, and pairs row by row for all of
+K, `pair_row_words` apart.
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
 rows); one with NaN or infinity has a scale that is not finite, and such products.
