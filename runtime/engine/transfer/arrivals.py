@@ -136,6 +136,8 @@ class Arrivals:
 
     def _add(self, lease: str, pages: Pages) -> None:
         """See `Arrived`."""
+        if not pages.names:  # `NO_PAGES`, by which an offer begins
+            return
         if not pages.first_plane:
             check_names(pages)
         with self._condition:
