@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_534,
     "runtime/linear": 3_448,
     "runtime/kv": 1_911,
-    "runtime/engine": 28_377,
+    "runtime/engine": 28_379,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
     "runtime/parallel": 2_862,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_965
+MOST_WORDS = 39_971
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -95,19 +95,23 @@ def test_new_weights_on_a_fleet(root: Path, known: dict[str, list[list[int]]]) -
 
 
 def test_engines_with_roles(root: Path, known: dict[str, list[list[int]]]) -> None:
-    """They answer as one engine; new weights are refused in a line, and change nothing."""
+    """They answer as one engine, with old and new weights; a failed update changes nothing."""
     settings = {"admin_key_files": [str(root / "admin")], "weights_root": str(root / "weights")}
     options = {**OPTIONS, "prefill_engines": 1, "decode_engines": 1}
     with (
         serving_process(root / "weights" / "old", options, **settings) as (_, url),
         httpx.Client(base_url=url, timeout=120) as client,
     ):
-        for _ in range(2):
+        for path, version in (("old", "0"), ("new", "1"), ("empty", "1"), ("old", "0")):
+            if path == "empty":
+                refused = updated(client, path, "2")
+                assert refused.status_code == 400, refused.text
+            else:
+                answer = updated(client, path, version)
+                assert answer.status_code == 200, answer.text
             for number in range(len(PROMPTS)):
-                assert completed(client, number)["choices"][0]["token_ids"] == known["0"][number]
-            refused = updated(client, "new", "1")
-            assert refused.status_code == 400, refused.text
-            assert "an engine with a role hands requests over" in refused.json()["error"]["message"]
+                choice = completed(client, number)["choices"][0]
+                assert (choice["weight_version"], choice["token_ids"]) == (version, known[version][number])
         assert "xserv:handed_over_requests_total" in client.get("/metrics").text
 
 

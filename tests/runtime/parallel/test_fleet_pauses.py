@@ -212,8 +212,9 @@ def test_engines_that_die_meanwhile(
         asked += [Asked(fleet, f"{number}/{i}", IDS, restarts=rng.random() < 0.7) for i in range(rng.randrange(1, 8))]
         if rng.random() < 0.5:
             asked[-1].wait_for_output()
-        for _ in range(rng.randrange(3)):
-            threading.Timer(rng.random() * 0.6, kill, [fleet, rng]).start()
+        kills = [threading.Timer(rng.random() * 0.6, kill, [fleet, rng]) for _ in range(rng.randrange(3))]
+        for timer in kills:
+            timer.start()
         which = rng.randrange(2)
         version = f"v{number}"
         versions[version] = ("0", "new")[which]
@@ -225,6 +226,8 @@ def test_engines_that_die_meanwhile(
             assert {each.weight_version for each in fleet.engines if each.state == "ready"} <= {version}
         except EngineDeadError:
             time.sleep(0.1)
+        for timer in kills:
+            timer.join()
         wait_until(lambda: all(each.state == "ready" for each in fleet.engines))
         told(fleet, WakeUp())
     for each in asked:

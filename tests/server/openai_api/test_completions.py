@@ -207,8 +207,8 @@ def test_the_end_can_be_ignored(served: Served) -> None:
 
 
 def test_log_probabilities_by_ids(served: Served) -> None:
-    body = {"return_token_ids": True, "return_tokens_as_token_ids": True, "echo": True}
-    choice = complete(served, "Hi", logprobs=1, extra_body=body).choices[0]
+    body = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    choice = complete(served, "Hi", logprobs=1, echo=True, extra_body=body).choices[0]
     assert choice.logprobs is not None
     names = [f"token_id:{each}" for each in [*choice.prompt_token_ids, *choice.token_ids]]
     assert choice.logprobs.tokens == names
