@@ -44,7 +44,7 @@ class StoredTensor(ABC):
     head_formats: Mapping[str, str | None] = MappingProxyType({})
 
     def widen(self, shape: tuple[int, ...]) -> None:  # noqa: B027 - most formats write every size
-        """Takes this shape if it is the tensor's but for sizes of 1 that the file's writer left out."""
+        """Takes this shape, if the tensor's lacks only sizes of 1, which the file's writer left out."""
 
     @abstractmethod
     def array(self) -> Array:

@@ -99,7 +99,7 @@ class GgufModel:
                 tensors[ours.replace(".{keys}", "").replace(".{values}", "")] = self._head_maps(name)
                 continue
             indices: list[int | None] = [None]
-            if "{expert}" in ours and (num_experts != 1 or len(file.tensors[name].shape) > 2):  # else one that is all
+            if "{expert}" in ours and (num_experts != 1 or len(file.tensors[name].shape) > 2):  # else the only expert
                 _check_stack(file, name, num_experts)
                 indices = list(range(num_experts))
             for index in indices:

@@ -25,7 +25,7 @@ class LinearDeclaration:
     `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
     `is_segmented`: ranks add up K in the order of `numba_kernels.split_k`. `norm` is applied to its inputs. `kernel`
         is the stored shape of a convolution's inputs. `floats` are the names of those that are not quantised.
-    `bias_of` is the name that the bias is stored under, if it is another one.
+    `bias_of` is the name of the map whose bias it has, if that is stored as another map's.
     """
 
     names: tuple[str, ...]

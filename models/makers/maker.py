@@ -152,7 +152,7 @@ class Maker(ABC):
         Several names become one map, their outputs one after another. One name with several outputs is stored so.
         `split` says which side is cut between ranks; sizes of that side are then this rank's shares, and numbers are
         split equally. `norm` is applied first. Those of the names in `floats` are not quantised. `bias_of` names the
-        bias, if it is not the map's own.
+        map whose bias it has, if that is stored as another map's.
         """
         assert norm is None or split != "inputs", "a rank does not see the rows that it would normalise"
         names = (names,) if isinstance(names, str) else names

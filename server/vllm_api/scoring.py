@@ -50,7 +50,7 @@ from server.vllm_api.scoring_schema import (
 
 
 def _prepare_pooling(service: Service, body: Body) -> AskedEmbeddings:
-    """Vectors of inputs, in vLLM's shape."""
+    """The results of a task for inputs or pairs of texts, in vLLM's shape."""
     asked = decode_body(body, PoolingRequest, service.config)
     pooling = service.client.info.pooling
     task = asked.task or ("token_classify" if pooling.token_labels and not pooling.labels else "embed")
@@ -76,7 +76,7 @@ def _prepare_pooling(service: Service, body: Body) -> AskedEmbeddings:
 
 
 def _of_pairs(service: Service, asked: PoolingRequest, body: Body) -> AskedEmbeddings:
-    """The same of pairs of texts."""
+    """The pairs of `text_1` and `text_2`, each encoded as one prompt. Raises `ApiError` 400."""
     for name in ("input", "messages", "prompt_name", "add_special_tokens"):
         if getattr(asked, name) is not None:
             raise invalid(name, f"{name} is not sent with text_1 and text_2.", "unsupported_parameter")

@@ -4,8 +4,9 @@
     for each layer:   x = norm(x + attention(x));   x = norm(x + down(gelu(up(x))))
 
 RoBERTa's positions begin after the padding's id, and it has one type. ELECTRA's embeddings may be narrower than its
-layers. A classifier reads the first token: BERT's through the pooler, the others' through a map of their own. One of
-tokens reads each by one map, as does the one that answers questions, whose labels are an answer's start and end.
+layers. A classifier reads the first token: BERT's through the pooler, the others' through a map of their own. A
+classifier of tokens reads each by one map. So does a model that answers questions: its labels are an answer's start and
+end.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def score_floats(builder, q, row_bytes, keys, head_dim, scores, tokens, rows):
 @emitted(types.void, LITERAL, *[types.intp] * 6)
 def softmax_text(builder, as_pairs, scores, tokens, maxima, sums, factors, rows):
     """`tile.softmax_tile` of rows that see the first ``tokens`` of the chunk and no others. ``as_pairs``, a literal:
-    weights become words of two neighbours, each row's at its beginning."""
+    weights become words of two neighbours, which fill the first half of their row."""
     half, whole = max(1, CHUNK_TOKENS // LANES // 2), CHUNK_TOKENS // LANES
 
     def keep(row, weights):
@@ -49,7 +49,7 @@ def softmax_text(builder, as_pairs, scores, tokens, maxima, sums, factors, rows)
 
 @emitted(types.void, LITERAL, *[types.intp] * 5)
 def turn_keys(builder, as_pairs, keys, stride, head_dim, tokens, target):
-    """Keys, a row each ``stride`` bytes, as columns of a chunk: ``[head_dim, CHUNK_TOKENS]`` floats, or words as
+    """Keys, rows ``stride`` bytes apart, as columns of a chunk: ``[head_dim, CHUNK_TOKENS]`` floats, or words as
     `pair_tile.pair_keys` makes them. ``head_dim`` is a multiple of LANES."""
     dims = 2 * LANES if as_pairs else LANES  # of a vector of words
     turns = builder.sdiv(builder.add(tokens, constant(LANES - 1)), constant(LANES))

@@ -53,8 +53,8 @@ class Embedding:
     future        of the embedding ``[size]`` float32, or of the labels' scores, or of those of each token
                   ``[num_tokens, size]``; once it is cancelled, no further pass is run for it
     second_from   the first token of the second of two texts; None for one
-    num_unpooled  how many of the first tokens are not pooled
-    pooling       a pooling, or several ("cls+mean"), or "all": of a task for each token
+    num_unpooled  how many of the first tokens are not pooled; "all" has their rows, too
+    pooling       a pooling, or several ("cls+mean"), or "all" for a task of each token
     num_computed  tokens whose keys and values are in the pages
     totals        what each pooling has of their hidden states, ``[hidden_size]`` float64, or all of them, float32
     pictures      of the prompt, or None

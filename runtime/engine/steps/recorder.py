@@ -172,7 +172,7 @@ class Recorder(Protocol):
         ...
 
     def replay(self, recording: Recording, passed: Callable[[int], None] | None) -> None:
-        """Run it, or queue it. If there are marks ``passed`` is called with each that it comes past."""
+        """Run it, or queue it. ``passed`` is called with the number of each mark that it reaches, if any."""
         ...
 
     def launch(self, recording: Recording, results: Tensor, num_results: int, buffers: StepBuffers) -> None:
@@ -181,8 +181,8 @@ class Recorder(Protocol):
 
     @property
     def mark(self) -> Callable[[int], None] | None:
-        """Called inside the recorded work, it leaves a mark with this number. None if there are none, since a replay is
-        one launch."""
+        """A function that leaves a mark with a number in the work that is being recorded. None for a device whose
+        replay is one launch, which has no marks."""
         ...
 
     def stopwatch(self) -> Stopwatch | None:
