@@ -184,7 +184,7 @@ def _read_config(fields: Fields, values: Mapping[str, Any]) -> tuple[_ScaleOf, C
         fields.raw(name)
     rank, alpha = fields.integer("r"), fields.number("lora_alpha", 8.0)
     ranks, alphas = (_patterns(fields, name) for name in ("rank_pattern", "alpha_pattern"))
-    has_root = bool(fields.raw("use_rslora"))
+    has_root = fields.boolean("use_rslora", False)
     parameters, trained = _strings(fields, "target_parameters"), _token_ids(fields)
     fields.refuse_unread(lambda _, value: value in ({}, [], False), f": {MERGE}")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import AdapterRef
 from runtime.engine.process.client import EngineClient
-from server.adapters import MOST_NAME_CHARACTERS, Adapters, parse_modules
+from server.adapters import MOST_NAME_CHARACTERS, MOST_NAMES, Adapters, parse_modules
 from server.config import ServerConfig, ServerConfigError
 from server.serve import check_adapters
 from tests.models.adapter_cases import load_adapter_golden, write_adapter
@@ -35,7 +38,38 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_adapter(folder / "adapters" / name, "llama", config={"lora_alpha": 6 if name == "own" else 24})
     write_adapter(folder / "adapters" / "foreign", "gemma3")
     (folder / "adapters" / "link").symlink_to(folder / "outside")
+    write_bad(folder / "adapters")
     return folder
+
+
+def write_bad(folder: Path) -> None:
+    """Adapters that are wrong, each in a folder that says how."""
+    shapes = load_adapter_golden("llama").shapes
+    name, shape = next((name, shape) for name, shape in shapes.items() if name.endswith("lora_A.weight"))
+    for how, config in (
+        ("kind", {"peft_type": "IA3"}), ("field", {"use_rslora": "yes"}), ("unknown", {"frequency_dropout": 0.5}),
+        ("dora", {"use_dora": True}), ("long", {"r": 5}), ("declared", {"r": 10**9}),
+    ):  # fmt: skip
+        write_adapter(folder / how, "llama", config=config)
+    write_adapter(folder / "nan", "llama", tensors={name: np.full(shape, np.nan, np.float32)})
+    write_adapter(folder / "shape", "llama", tensors={name: np.zeros((shape[0], shape[1] + 1), np.float32)})
+    for how, header in (
+        ("header", b"\xff" * 7 + b"\x7f"),  # longer than the file
+        ("nested", (100_000).to_bytes(8, "little") + b"[" * 100_000),
+        ("many", _header({f"{number}": _tensor([0], 0) for number in range(300_000)})),
+        ("huge", _header({name: _tensor([2**31, 2**31], 4 << 62)})),
+    ):
+        write_adapter(folder / how, "llama")
+        (folder / how / "adapter_model.safetensors").write_bytes(header)
+
+
+def _tensor(shape: list[int], num_bytes: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [0, num_bytes]}
+
+
+def _header(tensors: dict[str, Any]) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +166,18 @@ def test_an_adapter_comes_and_goes(client: httpx.Client, root: Path) -> None:
         ("x", "a\0b", "must be a folder or a GGUF file in the server's --lora-root"),
         ("x", "none", "there is no such folder"),
         ("x", "foreign", "the adapter is for another model"),
+        ("kind", "kind", "peft_type"),
+        ("field", "field", "use_rslora"),
+        ("unknown", "unknown", "frequency_dropout"),
+        ("dora", "dora", "use_dora"),
+        ("long", "long", "rank"),
+        ("declared", "declared", "rank"),
+        ("nan", "nan", "NaN"),
+        ("shape", "shape", "shape"),
+        ("header", "header", "header"),
+        ("nested", "nested", "header"),
+        ("many", "many", "tensors"),
+        ("huge", "huge", "data_offsets"),
         ("tiny", "added", "is the model's own name"),
         ("", "added", "must be 1 to 256 printable characters"),
         ("n" * (MOST_NAME_CHARACTERS + 1), "added", "must be 1 to 256 printable characters"),
@@ -140,7 +186,35 @@ def test_an_adapter_comes_and_goes(client: httpx.Client, root: Path) -> None:
 def test_what_cannot_be_loaded_is_told(client: httpx.Client, name: str, path: str, message: str) -> None:
     answer = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
     assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
+    told = answer.json()["error"]["message"]
+    assert message in told
+    assert "\n" not in told
+    assert completed(client, "own")["choices"]
+
+
+def test_names_are_bounded(tmp_path: Path) -> None:
+    class Client:
+        """Reads at once."""
+
+        def load_adapter(self, name: str, path: str) -> Future[Any]:
+            done: Future[Any] = Future()
+            done.set_result(np.zeros(32, np.float32))
+            return done
+
+    (tmp_path / "one").mkdir()
+    adapters = Adapters(cast("EngineClient", Client()), ["model"], str(tmp_path))
+
+    async def load_all() -> None:
+        for number in range(MOST_NAMES):
+            await adapters.load(f"{number}", "one", is_new=True)
+        with pytest.raises(RequestError, match="10000 adapters are loaded, the most: unload some"):
+            await adapters.load("more", "one", is_new=True)
+        await adapters.load("7", "one", is_new=False)
+        assert adapters.unload("7")
+        await adapters.load("more", "one", is_new=True)
+
+    asyncio.run(load_all())
+    assert len(adapters.all) == MOST_NAMES
 
 
 def test_an_adapter_only_generates(client: httpx.Client) -> None:
