@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_534,
     "runtime/linear": 3_448,
     "runtime/kv": 1_911,
-    "runtime/engine": 28_379,
+    "runtime/engine": 28_392,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
     "runtime/parallel": 2_862,

@@ -59,7 +59,7 @@ class Header(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """More will come."""
+    """The sender of this is at work: the other side must wait."""
 
 
 class End(msgspec.Struct, tag=True):
@@ -142,10 +142,13 @@ class Stream:
 
     def receive_a(self, kind: type[T]) -> T:
         """The next message, of this kind. Raises OSError, `TransferError`."""
-        message = self.receive()
-        if not isinstance(message, kind):
-            raise TransferError(f"the peer sent {type(message).__name__} instead of {kind.__name__}")
-        return message
+        return _checked(self.receive(), kind)
+
+    def await_a(self, kind: type[T]) -> T:
+        """The same, after any number of `Alive`."""
+        while isinstance(message := self.receive(), Alive):
+            pass
+        return _checked(message, kind)
 
     def receive(self) -> Message:
         """The next message, but for its pages. Raises OSError, `TransferError`."""
@@ -191,6 +194,12 @@ class Stream:
     def _verify(self) -> None:
         if not hmac.compare_digest(self._begun.digest(), self._code):
             raise TransferError("a frame was changed on its way: its code does not fit")
+
+
+def _checked(message: Message, kind: type[T]) -> T:
+    if not isinstance(message, kind):
+        raise TransferError(f"the peer sent {type(message).__name__} instead of {kind.__name__}")
+    return message
 
 
 def _num_bytes(header: Header) -> int:

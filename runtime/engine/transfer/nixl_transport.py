@@ -2,7 +2,7 @@
 
     sender → receiver   a header, as over TCP; then for each piece: its place in registered memory, and a digest
     receiver            reads the piece from there, compares the digest
-    receiver → sender   it was read: the place may be used again
+    receiver → sender   it was read: the place may be used again; until then from time to time that it is being read
 
 The frames of `runtime.engine.transfer.sockets` name peers, leases and places, authenticated; NIXL moves the bytes
 alone, neither encrypted nor authenticated, so their digest travels in the frames. Without a GPU the library works by
@@ -83,7 +83,7 @@ class NixlTransport(TcpTransport):
             for num_bytes in _filled(memory, planes):
                 digest = hashlib.blake2b(memory[:num_bytes].data, digest_size=16).digest()
                 stream.send(Place(self._metadata, memory.ctypes.data, num_bytes, digest))
-                stream.receive_a(IsRead)
+                stream.await_a(IsRead)
         finally:
             self._free.put(piece)
 
@@ -101,17 +101,13 @@ class NixlTransport(TcpTransport):
         try:
             first = 0
             while first < num_bytes:
-                place = stream.receive()
-                if isinstance(place, Alive):
-                    continue
-                if not isinstance(place, Place):
-                    raise TransferError(f"the peer sent {type(place).__name__} instead of a place")
+                place = stream.await_a(Place)
                 if not 0 < place.num_bytes <= num_bytes - first:
                     raise TransferError(f"the peer sent {place.num_bytes:,} bytes, {num_bytes - first:,} are left")
                 piece = found[first : first + place.num_bytes]
                 try:
-                    self._read(place, piece)
-                except TransferError:
+                    self._read(stream, place, piece)
+                except (OSError, TransferError):
                     raise
                 except Exception as error:  # the library's own kinds have no base
                     raise TransferError(f"NIXL: {error}") from None
@@ -126,9 +122,12 @@ class NixlTransport(TcpTransport):
     def _register(self, memory: NDArray[np.uint8]) -> Any:
         return self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
 
-    def _read(self, place: Place, into: NDArray[np.uint8]) -> None:
+    def _read(self, stream: Stream, place: Place, into: NDArray[np.uint8]) -> None:
+        """Tells the sender meanwhile that it has to wait."""
         agent = self._agent
-        with self._lock:
+        while not self._lock.acquire(timeout=ALIVE_S):  # another thread connects to a peer
+            stream.send(Alive())
+        try:
             peer = self._known.pop(place.metadata, None)
             if peer is None:
                 name = agent.add_remote_agent(place.metadata)
@@ -136,8 +135,10 @@ class NixlTransport(TcpTransport):
                 peer = name.decode() if isinstance(name, bytes) else name
             self._known[place.metadata] = peer
             self._num_readers[place.metadata] += 1
+        finally:
+            self._lock.release()
         try:
-            self._read_from(peer, place, into)
+            self._read_from(stream, peer, place, into)
         except BaseException:
             with self._lock:
                 self._num_readers[place.metadata] -= 1
@@ -158,15 +159,18 @@ class NixlTransport(TcpTransport):
             with suppress(Exception):  # it has gone
                 self._agent.remove_remote_agent(name)
 
-    def _read_from(self, peer: str, place: Place, into: NDArray[np.uint8]) -> None:
+    def _read_from(self, stream: Stream, peer: str, place: Place, into: NDArray[np.uint8]) -> None:
         agent = self._agent
         ours = agent.get_xfer_descs([(into.ctypes.data, into.nbytes, 0)], "DRAM")
         theirs = agent.get_xfer_descs([(place.address, place.num_bytes, 0)], "DRAM")
         transfer = agent.initialize_xfer("READ", ours, theirs, peer, b"")
-        until_s = time.monotonic() + STALL_S
+        begun_s = told_s = time.monotonic()
         try:
             state = agent.transfer(transfer)
-            while state == "PROC" and time.monotonic() < until_s:
+            while state == "PROC" and (now_s := time.monotonic()) < begun_s + STALL_S:
+                if now_s > told_s + ALIVE_S:
+                    told_s = now_s
+                    stream.send(Alive())
                 time.sleep(_POLL_S)
                 state = agent.check_xfer_state(transfer)
             if state == "PROC":

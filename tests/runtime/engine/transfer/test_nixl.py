@@ -4,6 +4,7 @@ TCP and without a GPU."""
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import Source
 from runtime.engine.transfer import nixl_transport
+from runtime.engine.transfer.frames import Alive, Stream
 from runtime.engine.transfer.identity import MismatchError
 from runtime.engine.transfer.nixl_transport import NixlTransport
 from runtime.engine.transfer.transport import Pages, StaleLeaseError
@@ -25,7 +27,7 @@ from tests.runtime.engine.storing_engine import SETTINGS, make_requests
 from tests.runtime.engine.test_stored_prefixes import len_vocabulary, write_case
 from tests.runtime.engine.transfer.handing import answered_alone, handed_over, joined_engine, said
 from tests.runtime.engine.transfer.test_sockets import IDENTITY, SECRET, Taken, pages, same
-from tests.waiting import wait_until
+from tests.waiting import TIMEOUT_S, wait_until
 
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed: pip install --no-deps nixl nixl-cu12"
@@ -92,8 +94,8 @@ def test_other_bytes_than_the_sender_had_are_refused(
     sender, receiver = pair
     read = receiver._read
 
-    def changed(place: Any, into: Any) -> None:
-        read(place, into)
+    def changed(stream: Stream, place: Any, into: Any) -> None:
+        read(stream, place, into)
         into[-1] ^= 1
 
     monkeypatch.setattr(receiver, "_read", changed)
@@ -102,6 +104,39 @@ def test_other_bytes_than_the_sender_had_are_refused(
     taken = Taken(receiver, Source(sender.address, "a"))
     assert "other bytes" in str(taken.wait())
     assert taken.pages == []
+
+
+@needs_nixl
+@pytest.mark.parametrize("busy_with", ["a connection", "bytes"])
+def test_a_sender_waits_for_a_receiver_that_is_busy(
+    busy_with: str, pair: tuple[NixlTransport, NixlTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pair
+    agent, told, is_free = receiver._agent, threading.Semaphore(0), threading.Event()
+    begin, check, send = agent.transfer, agent.check_xfer_state, Stream.send
+
+    def counted(stream: Stream, message: Any, *planes: Any) -> None:
+        send(stream, message, *planes)
+        if isinstance(message, Alive):
+            told.release()
+
+    monkeypatch.setattr(nixl_transport, "ALIVE_S", 0.01)
+    monkeypatch.setattr(Stream, "send", counted)
+    monkeypatch.setattr(agent, "transfer", lambda transfer: begin(transfer) and "PROC")
+    monkeypatch.setattr(agent, "check_xfer_state", lambda each: check(each) if is_free.is_set() else "PROC")
+    assert sender.offer("a", pages(1))
+    assert sender.offer("a", None)
+    if busy_with == "bytes":
+        taken = Taken(receiver, Source(sender.address, "a"))
+        assert all(told.acquire(timeout=TIMEOUT_S) for _ in range(3))
+        is_free.set()
+    else:
+        is_free.set()
+        with receiver._lock:
+            taken = Taken(receiver, Source(sender.address, "a"))
+            assert all(told.acquire(timeout=TIMEOUT_S) for _ in range(3))
+    assert taken.wait() is None
+    assert list(map(same, taken.pages, [pages(1)])) == [True]
 
 
 @needs_nixl
