@@ -20,7 +20,7 @@ MOST_LINES = {
     "runtime/tensor": 1_820,
     "runtime/backends": 3_534,
     "runtime/linear": 3_448,
-    "runtime/kv": 1_911,
+    "runtime/kv": 1_910,
     "runtime/engine": 28_392,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_409,
     "server": 23_481,
     "tokenizer": 7_625,
-    "tools": 20_345,
+    "tools": 20_344,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

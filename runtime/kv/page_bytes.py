@@ -21,7 +21,6 @@ _SYSTEM_PAGE = 4096
 _POPULATE_WRITE = 23
 """madvise's advice, of Linux 5.14: allocate the memory as if it were written, and leave what is there."""
 
-
 _MOST_QUEUED = 4
 """Planes that a GPU copies into pinned memory at once."""
 

@@ -71,10 +71,9 @@ def stretch(trace: Trace, given: argparse.Namespace, first: int, count: int) -> 
     """Requests of the trace from this one on, at one a second on average."""
     requests = trace.requests[first : first + count]
     rate = (requests[-1].arrival_s - requests[0].arrival_s) / (count - 1)
-    whole = Trace(trace.name, requests, trace.hash_block_len)
     begin_s = requests[0].arrival_s
     moved = tuple(
-        type(each)(each.arrival_s - begin_s, each.input_len, each.output_len) for each in whole.requests
+        type(each)(each.arrival_s - begin_s, each.input_len, each.output_len) for each in requests
     )  # without hashes: nothing is shared
     return Trace(trace.name, moved).scaled(rate=rate, length=given.length, max_len=MOST_TOKENS)
 

@@ -37,7 +37,7 @@ NUM_PIECES = 4
 """Registered memory of a sender: so many pieces of this size are under way at once."""
 _POLL_S = 100e-6
 MOST_KNOWN = 64
-"""Agents of peers that are kept: of further ones the one that was read from longest ago is forgotten."""
+"""So many peers' agents are kept. Another one replaces the one that was read from longest ago."""
 
 
 class NixlTransport(TcpTransport):
@@ -51,7 +51,7 @@ class NixlTransport(TcpTransport):
         self._memory = np.zeros((NUM_PIECES, PIECE_BYTES), np.uint8)
         self._free: queue.Queue[int] = queue.Queue()
         # Guarded by the lock:
-        self._known: dict[bytes, str] = {}  # agents of peers, by their metadata; read from last last
+        self._known: dict[bytes, str] = {}  # agents of peers, by their metadata, in the order of their latest reads
         self._num_readers: Counter[bytes] = Counter()
         for piece in range(NUM_PIECES):
             self._free.put(piece)
