@@ -6,8 +6,6 @@ BIN := $(VENV)/bin
 # A GPU, real or emulated, needs numba-cuda and cuda-python: the extra "cuda"; a picture needs Pillow: "vision".
 INSTALLED := $(VENV)/.installed $(if $(filter-out auto cpu,$(DEVICE)),$(VENV)/.installed-cuda) \
 	$(if $(findstring --image,$(ARGS)),$(VENV)/.installed-vision)
-# A fifth of the tests' time is waiting: more workers than processors.
-WORKERS = $$($(BIN)/python -c "import os; print((os.cpu_count() or 1) * 3 // 2)")
 OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 # Where nobody keeps bytecode every process compiles all that it imports, which takes three times as long as the rest of
@@ -42,10 +40,10 @@ types: $(VENV)/.installed-dev
 	@MYPY_CACHE_DIR="$${MYPY_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/xserv/mypy}" $(BIN)/python -m mypy
 
 tests: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
 
 all-tests: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -o faulthandler_timeout=3600 $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal -o faulthandler_timeout=3600 $(ARGS)
 
 $(VENV)/.installed: pyproject.toml tools/make_environment.sh
 	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" "."

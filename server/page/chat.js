@@ -41,7 +41,7 @@ export class Chat extends Writing {
     this.conversation = conversation;
     this.#views.clear();
     this.log.replaceChildren();
-    this.follower.isFollowing = true;
+    this.follower.start();
     this.render();
   }
 
@@ -78,7 +78,7 @@ export class Chat extends Writing {
     const last = path(this.conversation).at(-1) ?? null;
     const fields = files.length ? { files } : {};
     const node = addNode(this.conversation, last, { role: "user", content: text, ...fields });
-    this.follower.isFollowing = true;
+    this.follower.start();
     return this.#answer(node);
   }
 
@@ -282,7 +282,7 @@ class Follower {
     this.isFollowing = true;
     scroll.addEventListener("scroll", () => this.#scrolled(), { passive: true });
     button.addEventListener("click", () => {
-      this.isFollowing = true;
+      this.start();
       this.follow();
       byId("message").focus();
     });
@@ -295,16 +295,31 @@ class Follower {
     return this.scroll.scrollHeight - this.scroll.scrollTop - this.scroll.clientHeight;
   }
 
+  /** Follow from now on, wherever the reader has been. */
+  start() {
+    this.isFollowing = true;
+    this.#lastTop = 0;
+  }
+
   #scrolled() {
-    const top = this.scroll.scrollTop;
-    if (this.#distance < 24) this.isFollowing = true;
-    else if (top < this.#lastTop - 1) this.isFollowing = false;
-    this.#lastTop = top;
+    this.#look();
     this.#showButton();
   }
 
+  /** The reader's first pixels upwards end the following: an animated scroll that is put to the end goes no further. */
+  #look() {
+    const top = this.scroll.scrollTop;
+    if (top < this.#lastTop - 1 && this.#distance > 1) this.isFollowing = false;
+    else if (this.#distance < 24) this.isFollowing = true;
+    this.#lastTop = top;
+  }
+
   follow() {
-    if (this.isFollowing) this.scroll.scrollTop = this.scroll.scrollHeight;
+    this.#look(); // a scroll that has happened may not have been told yet
+    if (this.isFollowing) {
+      this.scroll.scrollTop = this.scroll.scrollHeight;
+      this.#lastTop = this.scroll.scrollTop;
+    }
     this.#showButton();
   }
 
