@@ -76,22 +76,22 @@ class IkLlama(Peer):
         options = list(VARIANTS[self.variant])
         if "-rtr" in options:
             options.append("1")
-        said = self._start(SINGLE, *sizes, "-r", "1", "-o", "json", *options)
+        said, _ = self._start(SINGLE, *sizes, "-r", "1", "-o", "json", *options)
         found: list[dict[str, Any]] = json.loads(said[said.index("[\n") :])
         return found
 
     def _batched(self, count: int, length: int, later: int) -> tuple[float, float]:
         """Seconds of all prompts, and of all later tokens."""
         sizes = ("-npp", str(length), "-ntg", str(later), "-npl", str(count), "-c", str(count * (length + later)))
-        said = self._start(BATCHED, *sizes, *VARIANTS[self.variant])
+        said = "\n".join(self._start(BATCHED, *sizes, *VARIANTS[self.variant]))
         rows = re.findall(r"^\|([\d.| ]+)\|\s*$", said, re.MULTILINE)
         if len(rows) != 1:
             raise BenchmarkError(f"{NAME}'s {BATCHED} told no row of numbers: {said.strip()[-200:]!r}")
         _, _, _, _, _, prompt_rate, _, later_rate, *_ = map(float, rows[0].split("|"))  # its seconds have 3 decimals
         return count * length / prompt_rate, count * later / later_rate
 
-    def _start(self, program: str, *options: str) -> str:
-        """The text it wrote. Raises `PeerDiedError` if it fails, and `BenchmarkError` if it takes too long."""
+    def _start(self, program: str, *options: str) -> tuple[str, str]:
+        """Its output and its log. Raises `PeerDiedError` if it fails, and `BenchmarkError` if it takes too long."""
         command = [str(self.folder / program), "-m", str(self.model), "-t", str(self.threads), *options]
         try:
             done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
@@ -99,7 +99,7 @@ class IkLlama(Peer):
             raise BenchmarkError(f"{NAME}'s {program} took more than {TIMEOUT_S:g} s") from None
         if done.returncode != 0:
             raise PeerDiedError(NAME, how_it_ended(program, done.returncode, done.stderr))
-        return done.stdout.decode(errors="replace") + "\n" + done.stderr.decode(errors="replace")
+        return done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
 
 def _processor_of_children_s() -> float:

@@ -252,6 +252,7 @@ if sys.argv[0].endswith("llama-bench"):
     assert given["-o"] == "json" and given["-r"] == "1", given
     times = [dict(build_commit="8337e4c", cpu_info="a processor", avg_ns=tokens * slow * 1000000)]
     print("warming up")
+    print("llama_model_loader: [\\n loaded", file=sys.stderr)
     print("[\\n" + json.dumps(times) [1:])
 else:
     prompt, later, count = (int(given[name]) for name in ("-npp", "-ntg", "-npl"))
