@@ -27,7 +27,7 @@ MOST_LINES = {
     "runtime/parallel": 2_862,
     "runtime/images": 937,
     "runtime/commands": 3_088,
-    "runtime/bench": 12_179,
+    "runtime/bench": 12_182,
     "runtime": 3_697,
     "models": 20_409,
     "server": 23_496,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_971
+MOST_WORDS = 39_993
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

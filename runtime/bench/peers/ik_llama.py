@@ -10,6 +10,7 @@ import json
 import re
 import resource
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,11 @@ class IkLlama(Peer):
 
     def _start(self, program: str, *options: str) -> tuple[str, str]:
         """Its output and its log. Raises `PeerDiedError` if it fails, and `BenchmarkError` if it takes too long."""
-        command = [str(self.folder / program), "-m", str(self.model), "-t", str(self.threads), *options]
+        files = str((self.folder / program).absolute()), "-m", str(self.model.absolute())
+        command = [*files, "-t", str(self.threads), *options]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+            with tempfile.TemporaryDirectory(prefix="xserv-peers-") as own:  # they write a log where they run
+                done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False, cwd=own)
         except subprocess.TimeoutExpired:
             raise BenchmarkError(f"{NAME}'s {program} took more than {TIMEOUT_S:g} s") from None
         if done.returncode != 0:
