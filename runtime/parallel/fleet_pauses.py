@@ -152,8 +152,8 @@ class FleetPauses:
         return self._told(found)._replace(num_ended=num_ended, num_restarted=num_restarted)
 
     def _change(self, mode: PauseMode | UpdateMode | None, work: Callable[[], EngineCondition]) -> EngineCondition:
-        """Do this when no engine has a request; None: at once. Then set going what need not wait any more. Raises
-        ``EngineDeadError`` if the fleet is closed before, and as ``work`` does."""
+        """Run the work once no engine has a request (at once if the mode is None), then resume what need not wait.
+        Raises ``EngineDeadError`` if the fleet is closed first, and as ``work`` does."""
         with self._turn:
             num_ended = 0
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,18 +143,20 @@ class OurSide:
         return time.process_time()
 
 
-class Peer:
+class Peer(ABC):
     """A side that is another engine, with settings of its own; `variant` is the current one."""
 
     name: str
     variants: list[str]
     variant: str
 
+    @abstractmethod
     def run(self, prompts: list[list[int]], workload: Workload) -> Sample:
-        raise NotImplementedError
+        """See `Side`."""
 
+    @abstractmethod
     def processor_s(self) -> float:
-        raise NotImplementedError
+        """See `Side`."""
 
     def choose_variant(self, prompts: list[list[int]], workload: Workload) -> None:
         """Chooses the peer's fastest variant: by one run each, then another of the best two.

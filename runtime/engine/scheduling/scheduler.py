@@ -113,7 +113,7 @@ class Scheduler:
         sequence.state = State.FINISHED
 
     def limit_steps(self, limit: StepLimit | None) -> None:
-        """Limit the tokens and seconds of later steps. None: the token budget alone limits them."""
+        """Limit the tokens and seconds of later steps; with None they have the token budget alone."""
         if limit is not None and self._chunks.limit is not None:
             limit.go_on(self._chunks.limit)
         self._chunks.limit = limit

@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def answers(folders: tuple[Path, Path]) -> dict[str, Any]:
-    """What lone engines answer, by version."""
+    """Answers of an engine that runs alone, by version of the weights."""
     found = {}
     for version, folder in zip(("0", "new"), folders, strict=True):
         client = opened(folder)
@@ -150,7 +150,7 @@ def test_sleep(fleet: HandingFleet, answers: dict[str, Any], level: int, mode: P
 
 
 def test_pause(fleet: HandingFleet, folders: tuple[Path, Path], answers: dict[str, Any]) -> None:
-    """What is kept goes on with the same bits; what new weights find kept begins anew, or ends if it must not."""
+    """A kept request continues with the same bits. After an update it begins again, or ends if it may not."""
     kept = [Asked(fleet, f"kept {i}", IDS, restarts=i > 0) for i in range(4)]
     for each in kept:
         each.wait_for_output()

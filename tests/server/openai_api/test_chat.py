@@ -264,7 +264,7 @@ def test_token_ids_on_request(served: Served) -> None:
 
 
 def test_log_probabilities_by_ids_are_those_of_all_tokens(served: Served) -> None:
-    """What TRL's client asks for: as many entries as token ids, the end included."""
+    """TRL's client wants as many entries as token ids, with one for the end of the answer."""
     tool = {"type": "function", "function": {"name": "add", "parameters": {}, "return": {"type": "integer"}}}
     body: Any = {"return_token_ids": True, "return_tokens_as_token_ids": True, "top_k": 0, "min_p": 0.0}
     asked: Any = {"messages": HELLO, "logprobs": True, "top_logprobs": 1, "tools": [tool], "tool_choice": "none"}

@@ -138,7 +138,7 @@ def test_a_cell_is_searched_in_windows_and_its_error_is_that_of_their_ratios() -
 
 
 def test_a_run_that_ends_early_is_lost_for_sure() -> None:
-    """What counts as late before its end is late at the end, by either target."""
+    """A request counted as late before its end is late at its end, by either target."""
     for target in (Target(0.05, 1.0), Target(10.0, 0.006)):
         search = Search(TracePrompts(trace(300)), MODEL, target, 10.0)
         for rate in (0.5, 4.0, 30.0):
