@@ -25,7 +25,7 @@ from models.encoder import BothWays, EncoderConfig
 from models.errors import ConfigError
 from models.gguf.model_file import GgufModel
 from models.head import Dense, Stage
-from runtime.pooling import SPAN_LABELS, Pooling, PoolingInfo, ScoreActivation, poolings_of
+from runtime.pooling import SPAN_LABELS, Pooling, PoolingInfo, ScoreActivation, normalized, poolings_of
 
 _POOLINGS: dict[str, Pooling] = {
     "cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean_sqrt_len",
@@ -85,14 +85,16 @@ def read_layout(folder: Path) -> SentenceLayout:
         raise ConfigError(f"{folder / 'modules.json'}: must be a list of modules")
     pooling: str | None = None
     stages: list[Stage] = []
-    size, normalize, pools_prompt = None, False, True
+    size, pools_prompt = None, True
     score_token_ids: tuple[int, ...] = ()
     for number, module in enumerate(modules):
         where = f"{folder / 'modules.json'}: [{number}]"
         kind, path = _kind(module, where), _inside(folder, module, where)
         if kind == "Transformer":
             if path != folder:
-                raise ConfigError(f"{where}: the model lies in {path.name!r}: name that folder as the model")
+                raise ConfigError(
+                    f'{where}: path = {module["path"]!r:.80} must be "": move that folder\'s files up to modules.json'
+                )
         elif kind == "Pooling":
             pooling, pools_prompt = _read_pooling(path / "config.json")
         elif kind == "Dense":
@@ -100,7 +102,8 @@ def read_layout(folder: Path) -> SentenceLayout:
             stages.append(dense)
             size = len(dense.weight)
         elif kind == "Normalize":
-            normalize = True
+            _check_names(_read(path / "config.json") or {}, path / "config.json")
+            stages.append(normalized)
         elif kind == "LogitScore":
             score_token_ids = _read_logit_score(path / "config.json")
         elif kind not in ("Dropout",):
@@ -108,6 +111,9 @@ def read_layout(folder: Path) -> SentenceLayout:
                 f"{where}: the module {kind} is not implemented; known are Transformer, Pooling, Dense, Normalize and"
                 " Dropout"
             )
+    ends_normalized = bool(stages) and stages[-1] is normalized
+    if ends_normalized:  # after the vector is cut
+        del stages[-1]
     given = _read(folder / "config_sentence_transformers.json") or {}
     bert = _read(folder / "sentence_bert_config.json") or {}
     most = bert.get("max_seq_length")
@@ -135,7 +141,7 @@ def read_layout(folder: Path) -> SentenceLayout:
         )
     options = {name: value for name, value in options.items() if name != "restore_suffix"}
     return SentenceLayout(
-        pooling, tuple(stages), size, normalize, most, prompts, default, pools_prompt, score_token_ids,
+        pooling, tuple(stages), size, ends_normalized, most, prompts, default, pools_prompt, score_token_ids,
         is_declared=True, chat_options=options,
     )  # fmt: skip
 
@@ -211,10 +217,19 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
         labels=labels,
         token_labels=token_labels,
         activation=score_activation(folder, named) if named and named != SPAN_LABELS else "identity",
-        reads_types=encoder is not None and encoder.type_vocab_size > 1,
+        reads_types=encoder is not None and encoder.type_vocab_size > 1 and _gives_types(folder),
         pair_template=template,
         pair_chat=chat,
     )
+
+
+def _gives_types(folder: Path) -> bool:
+    """Whether the tokenizer tells the second of two texts by its tokens' types, as transformers 5 has it."""
+    config = _read(folder / "tokenizer_config.json") if folder.is_dir() else None
+    fields = config if isinstance(config, dict) else {}
+    if isinstance(names := fields.get("model_input_names"), list):
+        return "token_type_ids" in names
+    return fields.get("tokenizer_class") not in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def _has_pair_roles(folder: Path) -> bool:
@@ -302,6 +317,13 @@ def _read_pooling(file: Path) -> tuple[str, bool]:
     return "+".join(_POOLINGS[mode] for mode in modes), includes
 
 
+def _check_names(fields: dict[str, Any], file: Path) -> None:
+    """Raises ``ConfigError`` if a module reads or writes something else than a text's vector."""
+    for field in ("module_input_name", "module_output_name"):
+        if fields.get(field, "sentence_embedding") != "sentence_embedding":
+            raise ConfigError(f"{file}: {field} = {fields[field]!r:.80} must be 'sentence_embedding'")
+
+
 def _read_logit_score(file: Path) -> tuple[int, ...]:
     fields = _read(file) or {}
     ids = [fields.get(name) for name in ("false_token_id", "true_token_id")]
@@ -323,9 +345,7 @@ def _read_dense(folder: Path) -> Dense:
             f"{folder / 'config.json'}: activation_function = {name!r:.80}; known are torch.nn's "
             f"{', '.join(_ACTIVATIONS)}"
         )
-    for field in ("module_input_name", "module_output_name"):
-        if fields.get(field, "sentence_embedding") != "sentence_embedding":
-            raise ConfigError(f"{folder / 'config.json'}: {field} = {fields[field]!r:.80} must be 'sentence_embedding'")
+    _check_names(fields, folder / "config.json")
     path = folder / SINGLE_FILE
     if not path.is_file():
         raise ConfigError(f"{path}: is missing; a pickle is not read: save the layer as safetensors")

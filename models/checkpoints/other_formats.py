@@ -25,6 +25,8 @@ def remedy(folder: Path) -> str:
             f"the folder is a LoRA adapter of {_base_of(folder / 'adapter_config.json')}: merge it into that model"
             " (peft: `merge_and_unload`, then `save_pretrained`) and give the merged folder"
         )
+    if kind := _first_module(folder / "modules.json"):
+        return f"modules.json begins with the module {kind}, which is not implemented: it must begin with a Transformer"
     if found(".gguf"):
         return f"the folder holds {found('.gguf')}: give that file"
     if "params.json" in names and found(".pth"):
@@ -37,7 +39,7 @@ def remedy(folder: Path) -> str:
             f"{found(*_PICKLES)} cannot be used, since a pickle may run code: save the model as safetensors"
             " (transformers: `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`)"
         )
-    if found(".safetensors"):  # otherwise they were loaded
+    if found(".safetensors") and ("params.json" in names or any(name.startswith("consolidated") for name in names)):
         return (
             f"{found('.safetensors')} has Mistral's own tensor names: take the repository's model*.safetensors, or"
             f" make a GGUF file (llama.cpp: `convert_hf_to_gguf.py {folder} --mistral-format --outfile NEW.gguf`, which"
@@ -50,6 +52,15 @@ def remedy(folder: Path) -> str:
         "a model is a folder with config.json, model.safetensors (or shards and their index) and tokenizer.json, or a"
         " GGUF file (of a hub's repository: owner/name:Q4_K_M); pickles (.bin) are not read"
     )
+
+
+def _first_module(modules: Path) -> str:
+    """The module that sentence-transformers' folder begins with, if it is no Transformer; else ""."""
+    try:
+        kind = json.loads(modules.read_bytes())[0]["type"].rpartition(".")[2]
+    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        return ""
+    return f"{kind:.80}" if kind != "Transformer" else ""
 
 
 def _base_of(adapter_config: Path) -> str:

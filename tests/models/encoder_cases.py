@@ -141,6 +141,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "without_prompt": {
         "pooling": "max+cls+weightedmean+mean+mean_sqrt_len_tokens", "include_prompt": False, "normalize": True,
     },
+    "unit_dense": {"pooling": "mean", "normalize_first": True, "dense": [(48, 20, True, "Tanh")]},
     "several": {
         "pooling": "max+cls+lasttoken",
         "dense": [(144, 48, True, "Tanh", True), (48, 48, False, "Tanh", True)],
@@ -205,6 +206,14 @@ def write_encoder(folder: Path, case: str, *, is_long: bool = False) -> Path:
     return folder
 
 
+def with_class(folder: Path, kind: str) -> Path:
+    """Names the tokenizer's class, which decides whether tokens have types."""
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**fields, "tokenizer_class": kind}), encoding="utf-8")
+    return folder
+
+
 def write_layout(folder: Path, name: str, case: str = "bert") -> Path:
     """A case's folder with the modules of one of `LAYOUTS`."""
     write_encoder(folder, case)
@@ -218,7 +227,9 @@ def write_layout(folder: Path, name: str, case: str = "bert") -> Path:
         **{f"pooling_mode_{_OLDER.get(mode, mode)}": True for mode in modes},
     }
     _write(folder / "1_Pooling" / "config.json", pooling)
-    for place, (inputs, outputs, has_bias, activation, *residual) in enumerate(layout.get("dense", ()), 2):
+    if layout.get("normalize_first"):
+        modules.append(("2_Normalize", "Normalize"))
+    for place, (inputs, outputs, has_bias, activation, *residual) in enumerate(layout.get("dense", ()), len(modules)):
         modules.append((f"{place}_Dense", "Dense"))
         _write(folder / f"{place}_Dense" / "config.json", {
             "in_features": inputs, "out_features": outputs, "bias": has_bias,

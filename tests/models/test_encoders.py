@@ -281,6 +281,24 @@ def test_scores_of_pairs(tmp_path: Path, opened: Callable[..., LLM], case: str) 
         llm.generate("a", use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("said", "suffix"),
+    [
+        ({"tokenizer_class": "TokenizersBackend"}, " without types"),
+        ({"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]}, " without types"),
+        ({"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]}, ""),
+    ],
+)
+def test_types_of_pairs_are_those_of_the_tokenizer(
+    tmp_path: Path, opened: Callable[..., LLM], said: dict[str, Any], suffix: str
+) -> None:
+    folder = write_encoder(tmp_path, "bert_pairs")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    found = [each.outputs.score for each in opened(folder).score(QUERY, TEXTS, use_tqdm=False)]
+    assert relative_error(np.array(found), expected(f"scores bert_pairs{suffix}")) <= 1e-5
+
+
 def test_scores_of_a_generator_whose_chat_template_knows_a_pair(tmp_path: Path, opened: Callable[..., LLM]) -> None:
     llm = opened(write_logit_score(tmp_path / "model"))
     found = [each.outputs.score for each in llm.score(QUERY, TEXTS, use_tqdm=False)]
@@ -404,6 +422,9 @@ def test_tensors_of_a_head_are_needed(tmp_path: Path, case: str) -> None:
 SPOILT: dict[str, tuple[str, Any, str]] = {
     "module": ("modules.json", [{"path": "", "type": "sentence_transformers.models.LSTM"}], "the module LSTM is not"),
     "code": ("modules.json", [{"path": "", "type": "my.own.Module"}], "is not a module of sentence_transformers"),
+    "deeper": ("modules.json", [{"path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}],
+               "path = '0_Transformer' must be \"\": move that folder's files up"),
+    "tokens": ("4_Normalize/config.json", {"module_input_name": "token_embeddings"}, "must be 'sentence_embedding'"),
     "path": ("modules.json", [{"path": "../x", "type": "sentence_transformers.models.Pooling"}], "leads out of the"),
     "modes": ("1_Pooling/config.json", {"pooling_mode": ["cls", "sum"]}, "pooling_mode = 'cls, sum' must be some of"),
     "twice": ("1_Pooling/config.json", {"pooling_mode": ["cls", "cls"]}, "'cls, cls' must be some of .*, each once"),
@@ -426,6 +447,7 @@ SPOILT: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_wrong_layout_is_refused_by_name(tmp_path: Path, opened: Callable[..., LLM], name: str) -> None:
     folder, (file, content, message) = write_layout(tmp_path, "dense"), SPOILT[name]
+    (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("{" if content is None else json.dumps(content), encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         opened(folder)

@@ -36,6 +36,7 @@ from tests.models.encoder_cases import (
     long_shapes,
     long_types,
     tensors_of,
+    with_class,
     write_encoder,
     write_layout,
 )
@@ -70,16 +71,19 @@ def main() -> None:
         outputs |= _long(case, fields)
     with tempfile.TemporaryDirectory() as scratch:
         for name in LAYOUTS:
-            folder = _with_class(write_layout(Path(scratch) / name, name), "BertTokenizer")
+            folder = with_class(write_layout(Path(scratch) / name, name), "BertTokenizer")
             model = SentenceTransformer(str(folder), device="cpu")
             outputs[f"layout {name}"] = model.encode(TEXTS)
             outputs[f"layout {name} document"] = model.encode(TEXTS, prompt_name="document")
         for case in ("bert_pairs", "xlm_roberta_pairs"):
             folder = write_encoder(Path(scratch) / case, case)
             kind = "BertTokenizer" if case == "bert_pairs" else "PreTrainedTokenizerFast"  # the latter makes no types
-            model = CrossEncoder(str(_with_class(folder, kind)), device="cpu")
+            model = CrossEncoder(str(with_class(folder, kind)), device="cpu")
             outputs[f"scores {case}"] = model.predict([(QUERY, text) for text in TEXTS])
-        folder = _with_class(write_encoder(Path(scratch) / "bert_spans", "bert_spans"), "BertTokenizer")
+        folder = with_class(write_encoder(Path(scratch) / "untyped", "bert_pairs"), "TokenizersBackend")
+        untyped = CrossEncoder(str(folder), device="cpu").predict([(QUERY, text) for text in TEXTS])
+        outputs["scores bert_pairs without types"] = untyped
+        folder = with_class(write_encoder(Path(scratch) / "bert_spans", "bert_spans"), "BertTokenizer")
         asked = transformers.AutoTokenizer.from_pretrained(folder)(
             [QUERY] * 2, TEXTS[:2], return_tensors="pt", padding=True
         )
@@ -117,14 +121,6 @@ def _result(result: Any) -> Any:
     if hasattr(result, "start_logits"):
         return torch.stack([result.start_logits[0], result.end_logits[0]], dim=-1).numpy()
     return (result.logits if hasattr(result, "logits") else result.last_hidden_state)[0].numpy()
-
-
-def _with_class(folder: Path, kind: str) -> Path:
-    """Names the tokenizer's class, which decides whether tokens have types."""
-    path = folder / "tokenizer_config.json"
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({**fields, "tokenizer_class": kind}), encoding="utf-8")
-    return folder
 
 
 def write_tokenizer() -> None:

@@ -35,6 +35,19 @@ def lora(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}))
 
 
+def begins_with(kind: str) -> Callable[[Path], None]:
+    """Leaves what sentence-transformers writes of a model without a Transformer."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "config.json").unlink()
+        content = [
+            {"idx": 0, "name": "0", "path": "", "type": f"sentence_transformers.base.modules.{kind.lower()}.{kind}"}
+        ]
+        (folder / "modules.json").write_text(json.dumps(content))
+
+    return spoil
+
+
 CASES: list[tuple[Callable[[Path], object], type[ModelLoadError], str]] = [
     (
         lambda folder: (folder / "model.safetensors").write_bytes(POINTER),
@@ -67,6 +80,13 @@ CASES: list[tuple[Callable[[Path], object], type[ModelLoadError], str]] = [
         only("consolidated.safetensors", "params.json", "tekken.json", config=False),
         ConfigError,
         "config.json: the file is missing; .* `convert_hf_to_gguf.py .*model --mistral-format --outfile NEW.gguf`",
+    ),
+    (begins_with("Router"), ConfigError, "modules.json begins with the module Router, which is not implemented"),
+    (begins_with("StaticEmbedding"), ConfigError, "begins with the module StaticEmbedding, which is not implemented"),
+    (
+        lambda folder: (folder / "config.json").unlink(),
+        ConfigError,
+        "config.json: the file is missing; a model is a folder with config.json",
     ),
     (only(config=False), ConfigError, "config.json: the file is missing; a model is a folder with config.json"),
     (only(config=True), ModelLoadError, "has neither model.safetensors nor .*; a model is a folder with config.json"),
