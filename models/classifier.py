@@ -1,6 +1,6 @@
 """Decoders with a classifier instead of an output head, `score.weight [labels, hidden_size]`: transformers'
-`...ForSequenceClassification`, which reads the last token's hidden state, and `...ForTokenClassification`, which reads
-each token's and has a bias, too."""
+`...ForSequenceClassification`, which reads the last token's hidden state, and `...ForTokenClassification` and
+`...ForQuestionAnswering`, which read each token's and have a bias, too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from models.configuration.config import ModelConfig
 from models.configuration.json_fields import Fields
 from models.head import Dense
 from models.makers.maker import Maker
+from runtime.pooling import SPAN_LABELS
 
 CAUSAL, CLASSIFYING, OF_TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
-HEADS = (CLASSIFYING, OF_TOKENS)
+OF_SPANS = "ForQuestionAnswering"
+HEADS = (CLASSIFYING, OF_TOKENS, OF_SPANS)
 """The ends of classifiers' names."""
 _OLDER = (f"GPT2{OF_TOKENS}", f"GPTNeoX{OF_TOKENS}")
 """Those whose map is named "classifier"."""
@@ -36,7 +38,7 @@ class Classifier(Model):
 def base_of(name: str) -> str:
     """The name of the decoder that a classifier is made of. Gemma 3's classifier has "Text" in its name, its decoder
     not."""
-    name = name.replace(OF_TOKENS, CLASSIFYING)
+    name = name.replace(OF_TOKENS, CLASSIFYING).replace(OF_SPANS, CLASSIFYING)
     if name == f"GPT2{CLASSIFYING}":
         return "GPT2LMHeadModel"
     return name.replace(f"Text{CLASSIFYING}", CLASSIFYING).replace(CLASSIFYING, CAUSAL)
@@ -45,15 +47,26 @@ def base_of(name: str) -> str:
 @cache
 def classifier_of(base: Architecture, name: str) -> Architecture:
     """The architecture of a decoder's classifier, by its name."""
-    own = {"label_map": "classifier"} if name in _OLDER else {}
+    own: dict[str, Any] = {"label_map": "classifier"} if name in _OLDER else {}
+    if name.endswith(OF_SPANS):
+        prefix = base.model_class.prefix
+        own = {"label_map": "qa_outputs", "renames": {_OF_SPANS: prefix, **base.model_class.renames}}
+        if prefix == _OF_SPANS:
+            del own["renames"]
     kind: Any = type(f"{base.model_class.__name__}Classifier", (Classifier, base.model_class), own)
-    return Architecture(name, base.model_type, partial(_read, base, name.endswith(OF_TOKENS)), kind)
+    return Architecture(name, base.model_type, partial(_read, base, name), kind)
 
 
-def _read(base: Architecture, labels_tokens: bool, fields: Fields) -> ModelConfig:
+_OF_SPANS = "transformer."
+"""The beginning of such a model's tensor names, for most decoders."""
+
+
+def _read(base: Architecture, name: str, fields: Fields) -> ModelConfig:
     return replace(
-        base.read_config(fields), tie_word_embeddings=True, labels=read_labels(fields), labels_tokens=labels_tokens
-    )
+        base.read_config(fields), tie_word_embeddings=True,
+        labels=SPAN_LABELS if name.endswith(OF_SPANS) else read_labels(fields),
+        labels_tokens=name.endswith((OF_TOKENS, OF_SPANS)),
+    )  # fmt: skip
 
 
 def read_labels(fields: Fields) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 3_088,
     "runtime/bench": 12_185,
     "runtime": 3_697,
-    "models": 20_440,
+    "models": 20_454,
     "server": 23_496,
     "tokenizer": 7_625,
-    "tools": 20_340,
+    "tools": 20_343,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

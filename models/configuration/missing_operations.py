@@ -24,8 +24,9 @@ _BY_FIELDS = {
     r"audio_config": "an encoder of sounds",
 }
 _BY_NAME = {
-    r".*For(Sequence|Token)Classification|.*ForQuestionAnswering|.*(Reward|Reranking).*": "a head that classifies",
-    r".*ForMaskedLM|.*(Bert|BERT|Deberta|Electra|MPNet).*": "an encoder of its kind",
+    r".*For((Sequence|Token)Classification|QuestionAnswering|MultipleChoice|NextSentencePrediction)|"
+    r".*(Reward|Reranking).*": "a head that classifies",
+    r".*ForMaskedLM|.*(?i:bert|electra|mpnet).*": "an encoder of its kind",
 }
 
 

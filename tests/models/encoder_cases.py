@@ -119,6 +119,14 @@ OF_TOKENS: dict[str, dict[str, Any]] = {
     "llama_tokens": {
         **_DECODER, "model_type": "llama", "architectures": ["LlamaForTokenClassification"], **_labels(3),
     },
+    "llama_spans": {**_DECODER, "model_type": "llama", "architectures": ["LlamaForQuestionAnswering"]},
+    "mistral_spans": {
+        **_DECODER, "model_type": "mistral", "architectures": ["MistralForQuestionAnswering"], "sliding_window": 8,
+    },
+    "gpt2_spans": {
+        "model_type": "gpt2", "architectures": ["GPT2ForQuestionAnswering"], "vocab_size": 300, "n_embd": 48,
+        "n_head": 4, "n_layer": 2, "n_positions": 64, "pad_token_id": 0,
+    },
     "gpt2_tokens": {
         "model_type": "gpt2", "architectures": ["GPT2ForTokenClassification"], "vocab_size": 300, "n_embd": 48,
         "n_head": 4, "n_layer": 2, "n_positions": 64, "pad_token_id": 0, **_labels(4),

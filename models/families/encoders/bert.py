@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from models.base import Architecture
-from models.classifier import CLASSIFYING, OF_TOKENS, read_labels
+from models.classifier import CLASSIFYING, OF_SPANS, OF_TOKENS, read_labels
 from models.configuration.config import (
     GELU_NAMES,
     SILU_NAMES,
@@ -245,7 +245,7 @@ def architectures(
     model_type: str, read: Callable[..., BertConfig], model_class: type[BertModel], label_head: LabelHead, *names: str
 ) -> tuple[Architecture, ...]:
     """A family's classes, by their names. The one that labels texts has this `label_head`."""
-    heads: dict[str, LabelHead] = {CLASSIFYING: label_head, OF_TOKENS: "tokens", "ForQuestionAnswering": "spans"}
+    heads: dict[str, LabelHead] = {CLASSIFYING: label_head, OF_TOKENS: "tokens", OF_SPANS: "spans"}
 
     def read_as(name: str) -> Callable[[Fields], BertConfig]:
         head = next((each for ending, each in heads.items() if name.endswith(ending)), "")

@@ -100,7 +100,7 @@ def test_a_model_without_its_head(name: str, model_type: str | None, architectur
     assert config == parse_config({"architectures": [architecture]})
 
 
-@pytest.mark.parametrize("name", ["Qwen2ForRewardModel", "Qwen2ForProcessRewardModel", "Qwen3ForQuestionAnswering"])
+@pytest.mark.parametrize("name", ["Qwen2ForRewardModel", "Qwen2ForProcessRewardModel", "Qwen2ForMultipleChoice"])
 def test_a_model_with_another_head_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"architectures '{name}' is not supported"):
         parse_config({"architectures": [name], "model_type": "qwen2"})

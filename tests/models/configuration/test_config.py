@@ -221,8 +221,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "BloomForCausalLM.*not supported",
     ),
     (
-        variant(LLAMA, architectures=["LlamaForQuestionAnswering"]),
-        "LlamaForQuestionAnswering.*not supp",
+        variant(LLAMA, architectures=["LlamaForMultipleChoice"]),
+        "LlamaForMultipleChoice.*not supp",
     ),
     (variant(LLAMA, architectures=..., model_type="gemma3n"), "model_type 'gemma3n' is not supported"),
     (variant(LLAMA, architectures=..., model_type=...), "architectures is missing, and model_type too"),
@@ -585,7 +585,7 @@ def test_an_unknown_name_of_a_known_type(name: str, caplog: pytest.LogCaptureFix
     """transformers goes by `model_type`; a name with another head is still refused."""
     assert parse_config({**LLAMA, "architectures": [name]}).architecture == "LlamaForCausalLM"
     assert f"architectures '{name}' is read as LlamaForCausalLM, by model_type 'llama'" in caplog.text
-    for other in ("LlamaForQuestionAnswering", "LlamaForCausalLMEagle3", "LlamaForRewardModel"):
+    for other in ("LlamaForMultipleChoice", "LlamaForCausalLMEagle3", "LlamaForRewardModel"):
         with pytest.raises(ConfigError, match=f"architectures '{other}' is not supported"):
             parse_config({**LLAMA, "architectures": [other]})
 

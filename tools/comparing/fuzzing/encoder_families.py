@@ -184,6 +184,9 @@ def pooled_families(generating: dict[str, _Family]) -> dict[str, _Family]:
     for name, kind in (("llama", "Llama"), ("qwen3", "Qwen3"), ("gpt2", "GPT2"), ("gpt_neox", "GPTNeoX")):
         config, _, drawn = generating[name]
         found[f"{name}_tokens"] = config, f"{kind}ForTokenClassification", with_labels(reaching(drawn))
+    for name, kind in (("llama", "Llama"), ("qwen3", "Qwen3"), ("gpt2", "GPT2"), ("mixtral", "Mixtral")):
+        config, _, drawn = generating[name]
+        found[f"{name}_spans"] = config, f"{kind}ForQuestionAnswering", reaching(drawn)
     config, _, drawn = generating["gemma3"]
     found["gemma3_labels"] = config, "Gemma3TextForSequenceClassification", with_labels(reaching(drawn))
     found["embedding_gemma"] = config, "Gemma3TextModel", seeing_both_ways(drawn)
