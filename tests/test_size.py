@@ -31,7 +31,7 @@ MOST_LINES = {
     "runtime": 3_697,
     "models": 20_454,
     "server": 23_496,
-    "tokenizer": 7_625,
+    "tokenizer": 7_628,
     "tools": 20_343,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files

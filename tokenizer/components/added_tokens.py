@@ -78,11 +78,14 @@ class AddedTokenFinder:
             if token.is_single_word and not _is_single_word(text, start, end):
                 continue
             if token.strips_left:
+                start = max(start, done)  # the token before may have swallowed this one's beginning
                 while start > done and text[start - 1] in unicode_tables.WHITE_SPACE:
                     start -= 1
             if token.strips_right:
                 while end < len(text) and text[end] in unicode_tables.WHITE_SPACE:
                     end += 1
+            if start >= end:  # nothing is left of it
+                continue
             if done < start:
                 pieces.append((text[done:start], done, -1))
             pieces.append((text[start:end], start, i))
@@ -99,9 +102,9 @@ class AddedTokenFinder:
             start = candidate.start()
             position = start + 1
             for length in self._lengths[text[start]]:
-                found = self.tokens.get(text[start : start + length])
+                found = self.tokens.get(sought := text[start : start + length])
                 if found is not None:
-                    position = start + length
+                    position = start + len(sought)  # the text may end before
                     yield start, position, *found
                     break
 
