@@ -52,6 +52,11 @@ async def read_body(request: Request, config: ServerConfig) -> Body:
         raise ApiError(
             415, f"The body must not be compressed (Content-Encoding: {encoding[:40]}).", code="unsupported_encoding"
         )
+    coding = request.headers.get("transfer-encoding", "chunked").strip().lower()
+    if coding != "chunked":
+        raise ApiError(
+            415, f"The body must not be compressed (Transfer-Encoding: {coding[:40]}).", code="unsupported_encoding"
+        )
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     is_plain = media_type in _PLAIN_MEDIA_TYPES and dialect_of(request.scope) == "ollama"
     if media_type != "application/json" and not is_plain:

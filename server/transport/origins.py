@@ -39,10 +39,13 @@ class OriginRules:
         self._origins = re.compile(origins_pattern(allowed_origins).encode())
 
     def check(self, method: str, scheme: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises `ApiError` 403 for a foreign name, and for a page of another site that does more than read."""
+        """Raises `ApiError` 403 for a foreign name, and for a page of another site that does more than read; 400 for
+        two names."""
         host = origin = fetch_site = b""
         for name, value in headers:
             if name == b"host":
+                if host:
+                    raise ApiError(400, "The request has more than one Host header.", code="invalid_http")
                 host = value.lower()
             elif name == b"origin":
                 origin = value.lower()

@@ -260,11 +260,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers without a request, and closes. If an earlier request's answer is still being sent, only waits for
-        that."""
+        """Answers without a request, or instead of one whose body is broken, and closes. If an earlier request's answer
+        is still being sent, only waits for that."""
         self._is_refused = True
         self._stop_head_timer()
-        if self._is_answering:
+        if self._is_answering and self.cycle.more_body and not self.cycle.response_started and not self.pipeline:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        elif self._is_answering:
             self.cycle.keep_alive = False
             self.flow.pause_reading()
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -118,6 +119,30 @@ def test_a_body_that_does_not_arrive(hurried: Served) -> None:
     received = raw_exchange(hurried.url, head("Content-Length: 500") + b'{"model"')
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"body_timeout"' in received
+
+
+@pytest.mark.parametrize("size", [b"zz", b"-1", b"5 x", b""])
+@pytest.mark.parametrize("first", [b"", b"2\r\n{}\r\n"])
+def test_a_broken_chunk_is_told_at_once(small: Served, size: bytes, first: bytes) -> None:
+    """Not after the seconds that a body has to arrive."""
+    began = time.monotonic()
+    received = raw_exchange(small.url, head("Transfer-Encoding: chunked"), first, size + b"\r\n{}\r\n0\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b'"code":"invalid_http"' in received
+    assert time.monotonic() - began < ServerConfig().body_start_timeout_s / 2
+
+
+def test_a_compressed_transfer_is_refused(small: Served) -> None:
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    received = raw_exchange(small.url, head("Transfer-Encoding: gzip, chunked", "Connection: close") + chunk)
+    assert received.startswith(b"HTTP/1.1 415 ")
+    assert b"(Transfer-Encoding: gzip, chunked)" in received
+
+
+def test_two_names_of_the_server_are_refused(small: Served) -> None:
+    received = raw_exchange(small.url, head("Host: y", f"Content-Length: {len(BODY)}", "Connection: close") + BODY)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"more than one Host header" in received
 
 
 def test_a_client_that_leaves_while_sending(small: Served) -> None:
