@@ -67,6 +67,12 @@ def njit(function: Callable[..., Any]) -> Any:
     return kept_njit(function, _folder_of(function), nogil=True, error_model="numpy", boundscheck=False)
 
 
+def njit_borrowing(function: Callable[..., Any]) -> Any:
+    """`njit` for a function that makes no arrays: neither it nor what it calls counts as a holder of those it gets.
+    The counting is atomic, and took most of the time of functions that pass many arrays on at each call."""
+    return kept_njit(function, _folder_of(function), nogil=True, error_model="numpy", boundscheck=False, _nrt=False)
+
+
 def compile_c_function(function: Callable[..., None], signature: Any) -> CFunction:
     """``numba.cfunc`` of the same kind, compiled (or read from disk) now; `.address` is its entry."""
     return CFunction(signature, function, _folder_of(function), error_model="numpy")

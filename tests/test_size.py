@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 41_482,
+    "numba_kernels": 41_488,
     "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
@@ -27,12 +27,12 @@ MOST_LINES = {
     "runtime/parallel": 2_862,
     "runtime/images": 937,
     "runtime/commands": 3_088,
-    "runtime/bench": 12_185,
+    "runtime/bench": 12_186,
     "runtime": 3_697,
     "models": 20_454,
     "server": 23_507,
     "tokenizer": 7_628,
-    "tools": 20_343,
+    "tools": 20_409,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -5,7 +5,8 @@
 TRACES holds Azure's AzureLLMInferenceTrace_conv.csv and AzureLLMInferenceTrace_code.csv, and Mooncake's
 mooncake_conversation.jsonl. PARTS keeps each run's report; a run whose report is there is not made again. With
 ``--before FOLDER``, the parts of an earlier run, auto alone is searched beside their chunked prefill and splits. With
-``--collect`` nothing is run, and the report names what is not there.
+``--collect`` nothing is run, and the report names what is not there. ``--note TEXT`` adds to the report's notes; those
+of an OUT.json that is there stay in it.
 
 The first half of a cell's windows was used when `AutoRoles` was written; the others are ``held_out``.
 """
@@ -13,6 +14,7 @@ The first half of a cell's windows was used when `AutoRoles` was written; the ot
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -31,6 +33,12 @@ TRACES = {
     "code": "AzureLLMInferenceTrace_code.csv",
     "moon": "mooncake_conversation.jsonl",
 }
+AZURE = "github.com/Azure/AzurePublicDataset, data/{}, commit b469a113"
+SOURCES = {
+    "conv": AZURE.format(TRACES["conv"]),
+    "code": AZURE.format(TRACES["code"]),
+    "moon": "github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl",
+}
 TARGETS = {
     ("qwen3-8b", "conv"): "0.25/0.0075,0.5/0.015,1/0.05",
     ("gpt-oss-20b", "conv"): "0.25/0.0075,0.5/0.015,1/0.05",
@@ -38,18 +46,14 @@ TARGETS = {
     ("gpt-oss-20b", "code"): "0.5/0.0075,1/0.015,2/0.05",
     ("qwen3-8b", "moon"): "3/0.01,5/0.02,10/0.05",
     ("gpt-oss-20b", "moon"): "3/0.0075,5/0.015,10/0.05",
-    ("qwen3-0.6b-cpu", "conv"): "15/0.15,30/0.3,60/0.6",
+    ("qwen3-0.6b-cpu", "conv"): "25/0.2,30/0.3,60/0.6",
 }
 REQUESTS = {2: 400, 4: 300, 8: 250, 16: 250}
 """Requests of an engine in a window."""
 
-LESS = {
-    ("qwen3-8b", "moon", 2): 300, ("gpt-oss-20b", "moon", 2): 300, ("gpt-oss-20b", "moon", 8): 120,
-    ("qwen3-8b", "moon", 8): 120,
-    ("qwen3-8b", "moon", 16): 60, ("gpt-oss-20b", "moon", 16): 60,
-    ("qwen3-0.6b-cpu", "conv", 8): 150, ("qwen3-0.6b-cpu", "conv", 16): 100,
-}  # fmt: skip
-"""Runs of long prompts and steps have fewer."""
+
+LESS = {("qwen3-8b", "moon", 16): 125, ("gpt-oss-20b", "moon", 16): 125, ("qwen3-0.6b-cpu", "conv", 16): 125}
+"""Runs of many long prompts have fewer."""
 
 
 class Run(NamedTuple):
@@ -64,12 +68,11 @@ class Run(NamedTuple):
         return f"{self.model}-{self.trace}-{self.engines}.json"
 
     def command(self, traces: Path, parts: Path, before: Path | None) -> list[str]:
-        requests = LESS.get(self, REQUESTS[self.engines])
         windows = 2 if self.engines == 16 or (self.engines == 8 and self.trace != "moon") else 4
         return [
             sys.executable, "-m", "runtime.cli", "bench", "roles", str(traces / TRACES[self.trace]), "--steps", STEPS,
             "--model", self.model, "--engines", str(self.engines), "--targets", TARGETS[self.model, self.trace],
-            "--requests-per-engine", str(requests), "--windows", str(windows),
+            "--requests-per-engine", str(LESS.get(self, REQUESTS[self.engines])), "--windows", str(windows),
             "--links", "infiniband400", "--output-json", str(parts / self.name),
             *(("--before", str(before / self.name)) if before is not None else ()),
         ]  # fmt: skip
@@ -105,7 +108,21 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def collected(parts: Path) -> dict[str, Any]:
+def digests(traces: Path) -> dict[str, dict[str, str]]:
+    """The source of each trace, and its digest here."""
+    return {
+        name: {"source": SOURCES[trace], "sha256": hashlib.sha256((traces / name).read_bytes()).hexdigest()}
+        for trace, name in TRACES.items()
+    }
+
+
+def notes_of(report: Path) -> list[str]:
+    """The notes of a report, none if it is not there."""
+    found: list[str] = json.loads(report.read_text(encoding="utf-8")).get("notes", []) if report.exists() else []
+    return found
+
+
+def collected(parts: Path, traces: Path, notes: Sequence[str] = ()) -> dict[str, Any]:
     """One report of all parts that are there."""
     reports = [
         json.loads((parts / run.name).read_text(encoding="utf-8")) for run in runs() if (parts / run.name).exists()
@@ -119,6 +136,9 @@ def collected(parts: Path) -> dict[str, Any]:
         "(budgets of 256 to 8,192), static splits (every ratio) and auto, over infiniband400 layer by layer",
         "command": "python -m tools.simulate_roles TRACES PARTS OUT.json --plot docs/roles.svg",
         "machine": "simulated in virtual time: no number depends on the machine",
+        "date": reports[0]["environment"]["date"][:10],
+        "notes": list(notes),
+        "traces": digests(traces),
         "environment": reports[0]["environment"],
         "all_windows": summary([cell["auto_of_better"] for cell in measured]),
         "held_out_windows": summary([cell["held_out"]["auto_of_better"] for cell in measured if cell["held_out"]]),
@@ -150,13 +170,14 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--collect", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--note", action="append", default=[])
     options = parser.parse_args()
     options.parts.mkdir(parents=True, exist_ok=True)
     missing = [] if options.collect else [run for run in runs() if not (options.parts / run.name).exists()]
     with ThreadPoolExecutor(options.jobs) as pool:
         for run in missing:
             pool.submit(subprocess.run, run.command(options.traces, options.parts, options.before), check=False)
-    report = collected(options.parts)
+    report = collected(options.parts, options.traces, [*notes_of(options.out), *options.note])
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if options.plot is not None:
         options.plot.write_text(plot(report["runs"]), encoding="utf-8")

@@ -4,6 +4,7 @@ the closures hold."""
 from __future__ import annotations
 
 import ctypes
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.extending import intrinsic
 
+from numba_kernels import cache
 from numba_kernels.closure_cache import CFunction, describe, kept_njit
 from numba_kernels.numba_patches.patching import is_known
 
@@ -123,3 +125,39 @@ def test_what_a_kernel_calls_is_linked_and_no_function_of_its_own(tmp_path: Path
         assert (outer(5), inner(5)) == (12, 6)  # Python compiles them for itself
         assert len(compiled_alone) == 4
         assert call(CFunction(types.int64(types.int64), lambda x: inner(outer(x)), tmp_path), 5) == 13
+
+
+def counter(make: Any) -> Any:
+    """A function that passes an array on to another one."""
+
+    def callee(array, place):
+        array[place] += 1.0
+        return place + 1
+
+    inner = make(callee)
+
+    def caller(array, count):
+        place = 0
+        while place < count:
+            place = inner(array, place)
+        return array[0]
+
+    return make(caller)
+
+
+def test_a_borrowing_function_counts_as_no_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for make in (cache.njit, cache.njit_borrowing):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        monkeypatch.setattr(cache, "_folder_of", lambda _, folder=folder: folder)
+        function, array = counter(make), np.zeros(3)
+        assert function(array, 2) == 1.0
+        assert function(array, 3) == 2.0
+        assert array.tolist() == [2.0, 2.0, 1.0]
+        counts.append(sum(text.count("NRT_incref") for text in function.inspect_llvm().values()))
+        held = weakref.ref(array)
+        del array
+        assert held() is None
+    assert counts[0] > 0
+    assert counts[1] == 0

@@ -8,18 +8,18 @@ In all functions ``s`` is the `FleetState`; ``e``, ``r`` and ``h`` are the numbe
 
 from __future__ import annotations
 
-from numba_kernels.cache import njit
+from numba_kernels.cache import njit_borrowing
 from runtime.bench.scheduling.fleet_state import NONE
 
 
-@njit
+@njit_borrowing
 def _unlink(s, e, h):  # type: ignore[no-untyped-def]
     older, newer = s.older[e, h], s.newer[e, h]
     s.newer[e, older] = newer
     s.older[e, newer] = older
 
 
-@njit
+@njit_borrowing
 def _put_newest(s, e, h):  # type: ignore[no-untyped-def]
     end = s.refs.shape[1]
     newest = s.older[e, end]
@@ -27,20 +27,20 @@ def _put_newest(s, e, h):  # type: ignore[no-untyped-def]
     s.newer[e, h], s.older[e, end] = end, h
 
 
-@njit
+@njit_borrowing
 def _note_change(s, e, h, is_there):  # type: ignore[no-untyped-def]
     number = s.counts[1]
     s.changes[number, 0], s.changes[number, 1], s.changes[number, 2] = e, h, is_there
     s.counts[1] = number + 1
 
 
-@njit
+@njit_borrowing
 def _free_pages(s, e):  # type: ignore[no-untyped-def]
     engine = s.engines[e]
     return engine.capacity - engine.num_private - engine.num_present * (s.sizes[1] // s.sizes[0])
 
 
-@njit
+@njit_borrowing
 def make_room(s, e, needed):  # type: ignore[no-untyped-def]
     """Evict unused blocks until so many pages are free; False if there are too few."""
     per_hash = s.sizes[1] // s.sizes[0]
@@ -58,7 +58,7 @@ def make_room(s, e, needed):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit
+@njit_borrowing
 def _hold(s, e, r, place):  # type: ignore[no-untyped-def]
     """A request takes a block that is there."""
     request = s.requests[r]
@@ -70,7 +70,7 @@ def _hold(s, e, r, place):  # type: ignore[no-untyped-def]
     s.holds[request.first_hash + place] = 1
 
 
-@njit
+@njit_borrowing
 def release(s, e, r):  # type: ignore[no-untyped-def]
     """A request gives up all its pages, the last first."""
     request, engine = s.requests[r], s.engines[e]
@@ -87,7 +87,7 @@ def release(s, e, r):  # type: ignore[no-untyped-def]
     request.num_published = 0
 
 
-@njit
+@njit_borrowing
 def publish(s, e, r):  # type: ignore[no-untyped-def]
     """Full blocks of a prompt can be found from now on, unless another request has the same ones."""
     request, engine = s.requests[r], s.engines[e]
@@ -108,7 +108,7 @@ def publish(s, e, r):  # type: ignore[no-untyped-def]
     request.num_published = max(request.num_published, end)
 
 
-@njit
+@njit_borrowing
 def found_blocks(s, e, r, most_tokens):  # type: ignore[no-untyped-def]
     """Blocks of a prompt's first tokens that an engine has."""
     request = s.requests[r]
@@ -119,7 +119,7 @@ def found_blocks(s, e, r, most_tokens):  # type: ignore[no-untyped-def]
     return count
 
 
-@njit
+@njit_borrowing
 def place_pages(s, e, r, num_reserved):  # type: ignore[no-untyped-def]
     """Give a request pages of all its known tokens, as far as they are not there; False if there are too few."""
     request, engine = s.requests[r], s.engines[e]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -266,11 +268,10 @@ class _Run:
             router.ended(route)
             del routes[number]
         if num_changes and router.policy == "prefix-aware":
-            for engine, digest, is_there in state.changes[:num_changes].tolist():
-                if is_there:
-                    router.index.add(engine, (digest,))
-                else:
-                    router.index.discard(engine, (digest,))
+            changes = state.changes[:num_changes].tolist()
+            for (engine, is_there), rows in groupby(changes, itemgetter(0, 2)):
+                digests = [row[1] for row in rows]
+                (router.index.add if is_there else router.index.discard)(engine, digests)
         state.counts[:2] = 0
 
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_kernels.cache import njit
+from numba_kernels.cache import njit_borrowing
 from runtime.bench.scheduling.fleet_pages import found_blocks, make_room, place_pages, publish, release
 from runtime.bench.scheduling.fleet_state import GAP_BINS, GAP_RATIO, LEAST_GAP_S, NONE
 from runtime.engine.scheduling.step_limit import MOST_WITHOUT
 from runtime.engine.scheduling.step_model import BEYOND, KNEES
 
 
-@njit
+@njit_borrowing
 def step_seconds(coefficients, tokens, sequences, pairs, context):  # type: ignore[no-untyped-def]
     """`ServedModel.seconds`."""
     total = coefficients[0] + coefficients[1] * sequences + coefficients[2] * tokens
@@ -35,7 +35,7 @@ def step_seconds(coefficients, tokens, sequences, pairs, context):  # type: igno
     return max(total, coefficients[place + 2]) if pairs > 0.0 else total
 
 
-@njit
+@njit_borrowing
 def _pairs(window, start, count):  # type: ignore[no-untyped-def]
     """Query-key pairs of a chunk, the mean over the layers, as `features_of` counts them."""
     full = count * start + count * (count + 1) / 2.0
@@ -47,14 +47,14 @@ def _pairs(window, start, count):  # type: ignore[no-untyped-def]
     return full
 
 
-@njit
+@njit_borrowing
 def _context(window, context, num_decodes):  # type: ignore[no-untyped-def]
     """Tokens that decodes attend to; with a window all are taken to exceed it."""
     share = window[1]
     return (1.0 - share) * context + share * min(float(context), window[0] * num_decodes)
 
 
-@njit
+@njit_borrowing
 def _sift_in(heap, count, until, r):  # type: ignore[no-untyped-def]
     place = count
     while place:
@@ -66,7 +66,7 @@ def _sift_in(heap, count, until, r):  # type: ignore[no-untyped-def]
     heap[place, 0], heap[place, 1] = until, r
 
 
-@njit
+@njit_borrowing
 def _take_out(heap, count, place):  # type: ignore[no-untyped-def]
     """Remove an entry of a heap with this many."""
     until, r = heap[count - 1, 0], heap[count - 1, 1]
@@ -93,7 +93,7 @@ def _take_out(heap, count, place):  # type: ignore[no-untyped-def]
         place = parent
 
 
-@njit
+@njit_borrowing
 def _join_decodes(s, e, r):  # type: ignore[no-untyped-def]
     """A request whose known tokens but the last are computed decodes from the next step on."""
     request, engine = s.requests[r], s.engines[e]
@@ -105,7 +105,7 @@ def _join_decodes(s, e, r):  # type: ignore[no-untyped-def]
     s.phases[e, (request.computed - engine.num_decode_steps) % page] += 1
 
 
-@njit
+@njit_borrowing
 def _leave_decodes(s, e, place):  # type: ignore[no-untyped-def]
     """The request at this place of the heap decodes no longer; its counts are brought up to date."""
     engine = s.engines[e]
@@ -121,7 +121,7 @@ def _leave_decodes(s, e, place):  # type: ignore[no-untyped-def]
     return r
 
 
-@njit
+@njit_borrowing
 def _queue(s, e, r):  # type: ignore[no-untyped-def]
     """Put a request into its engine's queue, in the order of arrival."""
     engine = s.engines[e]
@@ -136,7 +136,7 @@ def _queue(s, e, r):  # type: ignore[no-untyped-def]
         s.requests[before].next = r
 
 
-@njit
+@njit_borrowing
 def _preempt(s, e):  # type: ignore[no-untyped-def]
     """The latest running request gives up its pages and waits again; False if there is only one."""
     engine = s.engines[e]
@@ -161,7 +161,7 @@ def _preempt(s, e):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit
+@njit_borrowing
 def _grow(s, e):  # type: ignore[no-untyped-def]
     """Pages for decodes whose next token begins one. True if a request was preempted for them."""
     engine = s.engines[e]
@@ -177,7 +177,7 @@ def _grow(s, e):  # type: ignore[no-untyped-def]
             return has_preempted
 
 
-@njit
+@njit_borrowing
 def _chunk(s, e, r, tokens, sequences, pairs, context):  # type: ignore[no-untyped-def]
     """How many of a prompt's tokens fit into the step beside these."""
     engine, request = s.engines[e], s.requests[r]
@@ -198,7 +198,7 @@ def _chunk(s, e, r, tokens, sequences, pairs, context):  # type: ignore[no-untyp
     return low if 2 * low >= count or engine.saved_s >= engine.most_saved_s else 0
 
 
-@njit
+@njit_borrowing
 def _admit_coming(s, e):  # type: ignore[no-untyped-def]
     """Sequences whose prompt was computed elsewhere decode from this step on, if they have come and there is room."""
     engine = s.engines[e]
@@ -214,7 +214,7 @@ def _admit_coming(s, e):  # type: ignore[no-untyped-def]
         _join_decodes(s, e, r)
 
 
-@njit
+@njit_borrowing
 def _step(s, e, stops):  # type: ignore[no-untyped-def]
     """Run a step; False if the engine has nothing to do now. With ``stops`` first tokens wait in ``fresh``."""
     engine = s.engines[e]
@@ -305,14 +305,14 @@ def _step(s, e, stops):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit
+@njit_borrowing
 def _log(s, r, kind):  # type: ignore[no-untyped-def]
     number = s.counts[0]
     s.log[number, 0], s.log[number, 1] = r, kind
     s.counts[0] = number + 1
 
 
-@njit
+@njit_borrowing
 def _end(s, e, r):  # type: ignore[no-untyped-def]
     request = s.requests[r]
     request.last = s.engines[e].clock
@@ -321,13 +321,13 @@ def _end(s, e, r):  # type: ignore[no-untyped-def]
     _log(s, r, 1)
 
 
-@njit
+@njit_borrowing
 def _has_work(s, e):  # type: ignore[no-untyped-def]
     engine = s.engines[e]
     return engine.num_fresh or engine.num_decodes or engine.partial != NONE or engine.first_waiting != NONE
 
 
-@njit
+@njit_borrowing
 def _start_of(s, e):  # type: ignore[no-untyped-def]
     """The time at which an engine can step next; infinite if it has no work."""
     engine = s.engines[e]
@@ -338,7 +338,7 @@ def _start_of(s, e):  # type: ignore[no-untyped-def]
     return np.inf
 
 
-@njit
+@njit_borrowing
 def advance(s, until, stops):  # type: ignore[no-untyped-def]
     """Run every step that starts before a time. Returns the engine whose fresh requests wait for a decision, -1 at the
     time, -2 if the log must be read, -3 if an engine has work and can do nothing."""
@@ -363,7 +363,7 @@ def advance(s, until, stops):  # type: ignore[no-untyped-def]
             s.engines[e].clock = s.requests[coming].ready
 
 
-@njit
+@njit_borrowing
 def arrive(s, r, e, now):  # type: ignore[no-untyped-def]
     """A request comes to an engine."""
     engine, request = s.engines[e], s.requests[r]
@@ -374,7 +374,7 @@ def arrive(s, r, e, now):  # type: ignore[no-untyped-def]
     _queue(s, e, r)
 
 
-@njit
+@njit_borrowing
 def go_on(s, e, targets, link, is_layerwise):  # type: ignore[no-untyped-def]
     """The fresh requests of an engine go on here or on other engines, in their order.
 
