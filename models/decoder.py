@@ -262,11 +262,9 @@ class Attention:
         )
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None) -> Tensor:
-        q = self.prepare(x, batch, kv_cache)
-        k_cache, v_cache, *scales = kv_cache.layer(self.index)
-        attended = ops.attention(
-            q, k_cache, v_cache, batch, kv_cache.group_of(self.index), scale=self.scale, window=self.window,
-            sinks=self.sinks, softcap=self.softcap, scales=scales,
+        attended = ops.qkv_attention(
+            self._projected(x, batch), batch, kv_cache.group_of(self.index), **self._heads(batch, kv_cache),
+            scale=self.scale, window=self.window, sinks=self.sinks, softcap=self.softcap,
         )  # fmt: skip
         if self.gate_proj is not None:
             attended = ops.sigmoid_gate(attended, self.gate_proj(x, batch))
@@ -274,29 +272,28 @@ class Attention:
 
     def prepare(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         """The queries of `x`, `[num_tokens, num_heads, head_dim]`; keys and values go into their pages."""
-        k_cache, v_cache, *scales = kv_cache.layer(self.index)
+        slots = batch.slot_mappings[kv_cache.group_of(self.index)]
+        return ops.qkv_prepare(
+            self._projected(x, batch), batch.positions, slot_mapping=slots, **self._heads(batch, kv_cache)
+        )
+
+    def _projected(self, x: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv_proj(x, batch)
         if self.shared_norm is not None:
             self.shared_norm(qkv)
         if self.clip is not None:
             ops.clamp(qkv, self.clip, out=qkv)
-        return ops.qkv_prepare(
-            qkv,
-            batch.positions,
-            num_q_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rope=self.rope if batch.rope is None else batch.rope,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            norm_eps=self.norm_eps,
-            norm_kind=self.norm_kind,
-            values=self.values,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slot_mapping=batch.slot_mappings[kv_cache.group_of(self.index)],
-            scales=scales,
-        )
+        return qkv
+
+    def _heads(self, batch: Batch, kv_cache: KVCache) -> dict[str, Any]:
+        """What `ops.qkv_prepare` and `ops.qkv_attention` take for the layer's heads."""
+        k_cache, v_cache, *scales = kv_cache.layer(self.index)
+        return {
+            "num_q_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,
+            "rope": self.rope if batch.rope is None else batch.rope, "q_norm": self.q_norm, "k_norm": self.k_norm,
+            "norm_eps": self.norm_eps, "norm_kind": self.norm_kind, "values": self.values, "k_cache": k_cache,
+            "v_cache": v_cache, "scales": scales,
+        }  # fmt: skip
 
 
 class SharedRowNorm:

@@ -45,9 +45,9 @@ __all__ = [
     "attention", "check_ids", "clamp", "delta_rule", "distributions", "embedding", "experts", "forbid", "gather_rows",
     "gelu", "gelu_gate", "glu", "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values",
     "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "low_rank", "mamba",
-    "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route", "sample", "sample_into",
-    "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "takes_low_rank", "text_attention",
-    "xielu",
+    "normed_route", "place", "prepare_linear", "qkv_attention", "qkv_prepare", "rms_norm", "route", "sample",
+    "sample_into", "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "takes_low_rank",
+    "text_attention", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -634,7 +634,24 @@ def qkv_prepare(
     pages' layout is the device's (`runtime.kv.cache`). Pages of int8 or fp8 have ``scales``, of keys and of values:
     each head's numbers are divided by a scale that maps the largest to 127 or 448, and rounded.
     """
-    op, backend, device = "qkv_prepare", _backend("qkv_prepare", "qkv", qkv), qkv.device
+    op, backend = "qkv_prepare", _backend("qkv_prepare", "qkv", qkv)
+    sizes, norms = (num_q_heads, num_kv_heads, head_dim), (q_norm, k_norm)
+    kind = _check_heads(
+        op, qkv, positions, sizes, rope, norms, norm_kind, values, k_cache, v_cache, slot_mapping, scales
+    )
+    return backend.qkv_prepare(  # type: ignore[no-any-return]
+        qkv, positions, *sizes, rope, *norms, kind, norm_eps, values, k_cache, v_cache, slot_mapping, tuple(scales)
+    )
+
+
+def _check_heads(
+    op: str, qkv: Tensor, positions: Tensor, sizes: tuple[int, int, int], rope: RopeTable | None,
+    norm_weights: tuple[Tensor | None, Tensor | None], norm_kind: QkNorm, values: Values, k_cache: Tensor,
+    v_cache: Tensor, slot_mapping: Tensor, scales: Sequence[Tensor],
+) -> str:  # fmt: skip
+    """Checks what `qkv_prepare` takes -> the norm as the kernels name it. `sizes`: q heads, KV heads, head dim."""
+    backend, device = _backend(op, "qkv", qkv), qkv.device
+    (num_q_heads, num_kv_heads, head_dim), (q_norm, k_norm) = sizes, norm_weights
     if values not in VALUES:
         raise fail(op, "values", f"is {values!r}, must be one of {', '.join(VALUES)}")
     num_heads = num_q_heads + (1 if values == "keys" else 2) * num_kv_heads
@@ -674,10 +691,60 @@ def qkv_prepare(
             )
         if rope.q_scales is not None:
             check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
-    return backend.qkv_prepare(  # type: ignore[no-any-return]
-        qkv, positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, kind, norm_eps, values, k_cache,
-        v_cache, slot_mapping, tuple(scales),
+    return kind
+
+
+def qkv_attention(
+    qkv: Tensor,
+    batch: Batch,
+    group: int,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope: RopeTable | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    norm_eps: float,
+    norm_kind: QkNorm = "before",
+    values: Values = "own",
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    scales: Sequence[Tensor] = (),
+) -> Tensor:
+    """`qkv_prepare` at the batch's positions and slots, and `attention`: one launch where the device has a kernel for
+    both, with the same bits."""
+    op, backend = "qkv_attention", _backend("qkv_attention", "qkv", qkv)
+    sizes, norms = (num_q_heads, num_kv_heads, head_dim), (q_norm, k_norm)
+    slots = batch.slot_mappings[group]
+    kind = _check_heads(
+        op, qkv, batch.positions, sizes, rope, norms, norm_kind, values, k_cache, v_cache, slots, scales
+    )
+    pages = backend.page_shape(op, k_cache, v_cache, qkv, head_dim)
+    _check_scores(op, qkv, num_q_heads, pages, batch, group, window, sinks, softcap)
+    return backend.qkv_attention(  # type: ignore[no-any-return]
+        qkv, batch, group, *sizes, rope, *norms, kind, norm_eps, values, k_cache, v_cache, pages, scale, window, sinks,
+        softcap, tuple(scales),
     )  # fmt: skip
+
+
+def _check_scores(
+    op: str, q: Tensor, q_heads: int, pages: tuple[int, int, int], batch: Batch, group: int, window: int | None,
+    sinks: Tensor | None, softcap: float | None,
+) -> None:  # fmt: skip
+    """Checks what attention of q, or qkv, takes beside its pages."""
+    if q_heads % pages[1]:
+        raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {pages[1]}")
+    if window is not None and window < 1:
+        raise fail(op, "window", f"is {window}, must be at least 1")
+    if sinks is not None:
+        check(op, "sinks", sinks, q.device, float32, (q_heads,))
+    _check_softcap(op, softcap)
+    _check_batch(op, batch, group, q)
 
 
 def attention(
@@ -704,20 +771,13 @@ def attention(
     (float32 ``[2 R, Hq]``, on the cpu alone) is added to scores: row R + key - query; R is at least the longest
     sequence plus BIAS_MARGIN.
     """
-    op, backend, device = "attention", _backend("attention", "q", q), q.device
-    check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
+    op, backend = "attention", _backend("attention", "q", q)
+    check(op, "q", q, q.device, backend.ACTIVATIONS, (None, None, None))
     _, q_heads, head_dim = q.shape
     pages = backend.page_shape(op, k_cache, v_cache, q, head_dim)
     _check_page_scales(op, k_cache, pages, scales)
-    if q_heads % pages[1]:
-        raise fail(op, "q", f"has {q_heads} heads, must be a multiple of the cache's {pages[1]}")
-    if window is not None and window < 1:
-        raise fail(op, "window", f"is {window}, must be at least 1")
-    if sinks is not None:
-        check(op, "sinks", sinks, device, float32, (q_heads,))
     _check_position_bias(op, position_bias, batch, q, q_heads)
-    _check_softcap(op, softcap)
-    _check_batch(op, batch, group, q)
+    _check_scores(op, q, q_heads, pages, batch, group, window, sinks, softcap)
     return backend.attention(  # type: ignore[no-any-return]
         q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, tuple(scales), position_bias
     )

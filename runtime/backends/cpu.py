@@ -29,6 +29,7 @@ from runtime.backends.cpu_attention import attention as attention
 from runtime.backends.cpu_attention import latent_attention as latent_attention
 from runtime.backends.cpu_attention import latent_prepare
 from runtime.backends.cpu_attention import page_shape as page_shape
+from runtime.backends.cpu_attention import qkv_attention as qkv_attention
 from runtime.backends.cpu_attention import qkv_prepare as qkv_prepare
 from runtime.backends.cpu_attention import takes_texts as takes_texts
 from runtime.backends.cpu_attention import text_attention as text_attention

@@ -18,6 +18,7 @@ from numba_kernels.cuda import decode_inputs as _decode_inputs
 from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import qkv as _qkv
+from numba_kernels.cuda.attention.prepared_heads import HeadForm
 from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
 from runtime.backends.checks import check, fail
@@ -58,8 +59,8 @@ __all__ = [
     "delta_rule", "elementwise", "embedding", "experts", "forbid", "gather_rows", "gelu_gate", "glu", "join_columns",
     "keep_groups", "latent_attention", "latent_expanded", "latent_prepare", "latent_queries", "latent_values",
     "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "low_rank", "mamba", "matmul",
-    "normed_route", "page_shape", "process_logits_row", "qkv_prepare", "reduce", "rms_norm", "route", "sample",
-    "sample_into", "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "takes_low_rank",
+    "normed_route", "page_shape", "process_logits_row", "qkv_attention", "qkv_prepare", "reduce", "rms_norm", "route",
+    "sample", "sample_into", "scale_logits", "short_conv", "sigmoid_gate", "take_decode_inputs", "takes_low_rank",
     "write_elementwise",
 ]  # fmt: skip
 
@@ -242,10 +243,7 @@ def qkv_prepare(
     """See `ops.qkv_prepare`."""
     gpu, tokens = Gpu.of(qkv.device), qkv.shape[0]
     norms = [0 if weight is None else weight.address for weight in (q_norm, k_norm)]
-    cos = sin = rotary = q_scales = norm_scales = 0
-    if rope is not None:
-        cos, sin, rotary = rope.cos.address, rope.sin.address, 2 * rope.cos.shape[1]
-        q_scales = 0 if rope.q_scales is None else rope.q_scales.address
+    (cos, sin, q_scales, rotary), norm_scales = _rotation(rope), 0
     result = Tensor.new((tokens, num_q_heads, head_dim), qkv.dtype, qkv.device)
     if tokens == 0:
         return result
@@ -272,6 +270,41 @@ def qkv_prepare(
     return result
 
 
+def _rotation(rope: RopeTable | None) -> tuple[int, int, int, int]:
+    """Addresses of cos, sin and q_scales, and the dimensions that are rotated; 0 where there is none."""
+    if rope is None:
+        return 0, 0, 0, 0
+    q_scales = 0 if rope.q_scales is None else rope.q_scales.address
+    return rope.cos.address, rope.sin.address, q_scales, 2 * rope.cos.shape[1]
+
+
+def qkv_attention(
+    qkv: Tensor, batch: Batch, group: int, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, values: str, k_cache: Tensor,
+    v_cache: Tensor, pages: tuple[int, int, int], scale: float, window: int | None, sinks: Tensor | None,
+    softcap: float | None, page_scales: tuple[Tensor, ...],
+) -> Tensor:  # fmt: skip
+    """See `ops.qkv_attention`. Attention of one token a sequence prepares the usual heads itself."""
+    slots, tokens = batch.slot_mappings[group], qkv.shape[0]
+    if batch.max_query_len == 1 and tokens and num_q_heads and num_kv_heads:
+        norms = [0 if weight is None else weight.address for weight in (q_norm, k_norm)]
+        cos, sin, q_scales, rotary = _rotation(rope)
+        form = HeadForm(
+            qkv.dtype.ptx, head_dim, rotary, rope is not None and rope.interleaved, norm, q_scales != 0,
+            alignment(qkv.address, *norms) % 16 == 0, rope is not None and rope.is_spread, values,
+        )  # fmt: skip
+        sizes = tokens, num_q_heads, head_dim
+        plan = _attention_plan(batch, group, sizes, pages, window, sinks, softcap, qkv, k_cache, form)
+        if plan.prepares:
+            of_heads = batch.positions.address, cos, sin, q_scales, 0, *norms, slots.address, norm_eps
+            return _attend(plan, qkv, sizes, k_cache, v_cache, batch, group, scale, sinks, page_scales, of_heads)
+    q = qkv_prepare(
+        qkv, batch.positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, norm, norm_eps, values,
+        k_cache, v_cache, slots, page_scales,
+    )  # fmt: skip
+    return attention(q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, page_scales, None)
+
+
 def takes_texts(k_cache: Tensor, head_dim: int) -> bool:
     """False: attention reads pages."""
     return False
@@ -283,42 +316,60 @@ def attention(
     position_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`. The batch's host numbers bound the launch; its arrays on the device are not read back."""
-    op, gpu = "attention", Gpu.of(q.device)
     if position_bias is not None:
-        raise fail(op, "position_bias", f"is not implemented on {q.device}, only on the cpu")
-    (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = q.shape, pages
-    seqs = batch.num_seqs
-    tables = batch.query_start, batch.seq_lens, batch.block_tables[group]
-    query_start, seq_lens, table = (tensor.address for tensor in tables)
-    table_width = tables[2].shape[1]
-    if batch.max_seq_len > table_width * block_size:
-        limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
-        raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
-    result = Tensor.new((tokens, q_heads * head_dim), q.dtype, q.device)
+        raise fail("attention", "position_bias", f"is not implemented on {q.device}, only on the cpu")
+    tokens, q_heads, head_dim = sizes = q.shape
     if tokens == 0 or q_heads == 0:
-        return result
+        return Tensor.new((tokens, q_heads * head_dim), q.dtype, q.device)
+    plan = _attention_plan(batch, group, sizes, pages, window, sinks, softcap, q, k_cache, None)
+    return _attend(plan, q, sizes, k_cache, v_cache, batch, group, scale, sinks, page_scales, ())
+
+
+def _attention_plan(
+    batch: Batch, group: int, sizes: tuple[int, ...], pages: tuple[int, int, int], window: int | None,
+    sinks: Tensor | None, softcap: float | None, q: Tensor, k_cache: Tensor, heads: HeadForm | None,
+) -> _attention.AttentionPlan:  # fmt: skip
+    """The batch's plan, made once for all layers of one kind; `sizes` are tokens, query heads and the head dim."""
+    (tokens, q_heads, head_dim), (num_blocks, kv_heads, block_size) = sizes, pages
     key = (
-        "attention", group, tokens, q_heads, kv_heads, head_dim, num_blocks, block_size, window, sinks is None,
-        softcap, q.dtype, k_cache.dtype,
+        "attention", group, sizes, pages, window, sinks is None, softcap, q.dtype, k_cache.dtype, heads
     )  # fmt: skip
     plan = batch.plans.get(key)
     if plan is None:
+        gpu, table_width = Gpu.of(q.device), batch.block_tables[group].shape[1]
+        if batch.max_seq_len > table_width * block_size:
+            limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
+            raise fail("attention", "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
         plan = batch.plans[key] = _attention.plan(
-            num_tokens=tokens, num_seqs=seqs, max_query_len=batch.max_query_len, max_seq_len=batch.max_seq_len,
-            num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
-            block_size=block_size, window=window, has_sinks=sinks is not None, softcap=softcap,
-            num_sms=gpu.properties.num_sms, exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
-            pages=k_cache.dtype.ptx if page_scales else "", has_spans=batch.bidirectional_until is not None,
+            num_tokens=tokens, num_seqs=batch.num_seqs, max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim,
+            table_width=table_width, dtype=q.dtype.ptx, block_size=block_size, window=window,
+            has_sinks=sinks is not None, softcap=softcap, num_sms=gpu.properties.num_sms, exact=batch.exact,
+            arch=gpu.arch, num_blocks=num_blocks, pages=k_cache.dtype.ptx if k_cache.dtype.ptx in _QUANTISED else "",
+            has_spans=batch.bidirectional_until is not None, heads=heads,
         )  # fmt: skip
+    assert isinstance(plan, _attention.AttentionPlan)
+    return plan
+
+
+def _attend(
+    plan: _attention.AttentionPlan, q: Tensor, sizes: tuple[int, ...], k_cache: Tensor, v_cache: Tensor, batch: Batch,
+    group: int, scale: float, sinks: Tensor | None, page_scales: tuple[Tensor, ...], of_heads: tuple[int | float, ...],
+) -> Tensor:  # fmt: skip
+    """Launches a plan; `of_heads` are the arguments of one that prepares heads, of which q is qkv then."""
+    gpu, (tokens, q_heads, head_dim) = Gpu.of(q.device), sizes
+    tables = batch.query_start, batch.seq_lens, batch.block_tables[group]
+    result = Tensor.new((tokens, q_heads * head_dim), q.dtype, q.device)
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     gpu.launch(
         plan.launch,
         *plan.arguments(
             q.address, k_cache.address, v_cache.address, result.address, 0 if workspace is None else workspace.address,
-            zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, query_start, seq_lens, table, scale,
+            zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, *(tensor.address for tensor in tables), scale,
             0 if sinks is None else sinks.address, *(scales.address for scales in page_scales),
             bidirectional_until=0 if batch.bidirectional_until is None else batch.bidirectional_until.address,
         ),
+        *of_heads,
     )  # fmt: skip
     return result
 

@@ -12,6 +12,10 @@ it, so that three of the four are always in flight: with 4 warps, 3 blocks a mul
 KiB. A tile's page is looked up once, for K and V, and a turn ahead.
 
 Sums are rescaled only where a warp has found a larger score: else the factor is 1, and the bits are the same.
+
+**One token a sequence.** With a `HeadForm` the block prepares its queries itself, from the projection's rows
+(`prepared_heads`), and the block of a sequence's last part its key and value. Warps ask for their first tiles before
+that, but for the one whose tiles hold the new key: it waits for the block's barrier behind the stores.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import functools
 from dataclasses import asdict
 
-from numba import cuda, float32, uint32, uint64
+from numba import cuda, float32, types, uint32, uint64
 
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
@@ -31,6 +35,8 @@ from numba_kernels.cuda.attention.online_softmax import (
     subtract,
 )
 from numba_kernels.cuda.attention.parts import key_bounds, parts_combiner, record_place, row_finder, scratch_bytes
+from numba_kernels.cuda.attention.prepared_heads import ARGUMENT_TYPES as OF_HEADS
+from numba_kernels.cuda.attention.prepared_heads import HeadForm, decode_preparer
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
@@ -43,6 +49,7 @@ from numba_kernels.cuda.attention.tiles import (
     visible_end,
 )
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_storer
 from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
@@ -72,6 +79,7 @@ from numba_kernels.cuda.quantised_pages import column_exchanger, fragment_unpack
 from numba_kernels.cuda.specialisation import Specialisation
 
 NUM_KEYS = 16  # of a warp's tile
+_WITH_HEADS = *ARGUMENT_TYPES, *OF_HEADS, types.float32
 
 _wait_for_queries = copy_async_wait(3)  # three groups were committed after them
 _wait_for_tile = copy_async_wait(2)  # two tiles were requested after it
@@ -104,8 +112,11 @@ def _result_bytes(dtype: str, head_dim: int, num_rows: int) -> int:
 
 
 @functools.cache
-def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int, variant: Variant) -> Specialisation:
-    """Grid: (parts of all sequences, as `parts` bounds them; KV heads)."""
+def decode_tensor_core(
+    dtype: str, head_dim: int, block_size: int, num_rows: int, variant: Variant, heads: HeadForm | None = None
+) -> Specialisation:
+    """Grid: (parts of all sequences, as `parts` bounds them; KV heads). With `heads`, sequences have one token, at most
+    `num_rows` query heads share a KV head, and q is qkv; `OF_HEADS` and eps follow the other arguments."""
     check_pages(head_dim, block_size, dtype)
     warps = num_warps(head_dim)
     threads = warps * 32
@@ -146,26 +157,21 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
     row_turns = -(-(columns // 4) // row_threads)
     is_whole = columns // 4 % row_threads == 0
     has_pairs = head_dim % 4 == 0
+    prepares = heads is not None
+    prepare = decode_preparer(heads, block_size, pages, num_rows, pitch, threads)
 
-    @cuda.jit
-    def kernel(
-        q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+    @device_function
+    def attend(
+        scratch, found, q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, block_tables,
+        num_q_heads, num_kv_heads, share, table_width, window, scale, positions, cos, sin, q_scales, norm_scales,
+        q_norm, k_norm, slot_mapping, eps,
     ):  # fmt: skip
-        wait_for_previous_grid()
-        launch_dependents()
-        storage = cuda.shared.array(0, float32)
-        scratch = shared_address(storage)
+        _, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys = found
         thread = uint32(cuda.threadIdx.x)
         lane = lane_index()
         warp = uint32(thread >> uint32(5))
         kv_head = uint32(cuda.blockIdx.y)
         block = uint32(cuda.blockIdx.x)
-        has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys = find(
-            scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread
-        )
-        if not has_tile:
-            return
         last_row = uint32(minimum_u32(uint32(first_row + uint32(num_rows)), rows) - uint32(1))
         shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
         longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
@@ -228,17 +234,40 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         locate_tile(pages, block_tables, table, key, seen, stop, num_kv_heads, lane)
         locate_tile(next_pages, block_tables, table, next_key, seen, stop, num_kv_heads, lane)
         locate_tile(later_pages, block_tables, table, later_key, seen, stop, num_kv_heads, lane)
-        copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
-        copy_async_commit()
         odd = uint32(0)  # where the tiles of this turn lie in their pairs
-        copy_tile(own_stages, k_column, k_scale, pages, key, seen, stop, lane)
-        copy_async_commit()
-        copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, v_scale, pages, key, seen, stop, lane)
-        copy_async_commit()
-        copy_tile(uint32(own_stages + uint32(tile_bytes)), k_column, k_scale, next_pages, next_key, seen, stop, lane)
-        copy_async_commit()
-        _wait_for_queries()
+        is_newest, is_late = False, False
+        if prepares:
+            is_newest = uint32(part + uint32(1)) == num_parts
+            newest = uint32(seq_len - uint32(1))
+            distance = minimum_u32(uint32(newest - key), uint32(newest - next_key))
+            is_late = is_newest and distance < uint32(NUM_KEYS)
+        else:
+            copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
+            copy_async_commit()
+        if not is_late:
+            copy_tile(own_stages, k_column, k_scale, pages, key, seen, stop, lane)
+            copy_async_commit()
+            copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, v_scale, pages, key, seen, stop, lane)
+            copy_async_commit()
+            other = uint32(own_stages + uint32(tile_bytes))
+            copy_tile(other, k_column, k_scale, next_pages, next_key, seen, stop, lane)
+            copy_async_commit()
+        if prepares:
+            prepare(
+                q_tile, q, first_token, share, kv_head, num_q_heads, num_kv_heads, is_newest, positions, cos, sin,
+                q_scales, norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, k_scales, v_scales, eps, thread,
+            )  # fmt: skip
+        else:
+            _wait_for_queries()
         sync_block()
+        if is_late:  # what the block has stored is there now
+            copy_tile(own_stages, k_column, k_scale, pages, key, seen, stop, lane)
+            copy_async_commit()
+            copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, v_scale, pages, key, seen, stop, lane)
+            copy_async_commit()
+            other = uint32(own_stages + uint32(tile_bytes))
+            copy_tile(other, k_column, k_scale, next_pages, next_key, seen, stop, lane)
+            copy_async_commit()
         if has_scales:
             exchange(q_tile, thread)
             sync_block()
@@ -455,9 +484,47 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                 share, first_token, first_row, rows, thread,
             )  # fmt: skip
 
+    @cuda.jit
+    def kernel(
+        q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+    ):  # fmt: skip
+        wait_for_previous_grid()
+        launch_dependents()
+        scratch, none = shared_address(cuda.shared.array(0, float32)), uint64(0)
+        thread = uint32(cuda.threadIdx.x)
+        found = find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread)
+        if found[0]:
+            attend(
+                scratch, found, q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, block_tables,
+                num_q_heads, num_kv_heads, share, table_width, window, scale, none, none, none, none, none, none, none,
+                none, float32(0),
+            )  # fmt: skip
+
+    @cuda.jit
+    def preparing_kernel(
+        qkv, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
+        bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale, positions,
+        cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, eps,
+    ):  # fmt: skip
+        wait_for_previous_grid()
+        launch_dependents()
+        scratch = shared_address(cuda.shared.array(0, float32))
+        thread = uint32(cuda.threadIdx.x)
+        found = find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread)
+        if found[0]:
+            attend(
+                scratch, found, qkv, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales,
+                block_tables, num_q_heads, num_kv_heads, share, table_width, window, scale, positions, cos, sin,
+                q_scales, norm_scales, q_norm, k_norm, slot_mapping, eps,
+            )  # fmt: skip
+
     name = f"attention_decode_{dtype}_d{head_dim}_b{block_size}_r{num_rows}{variant.suffix}"
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": num_rows,
     } | asdict(variant)  # fmt: skip
     min_blocks = 3 if columns <= 128 else 0  # as many as Hopper's shared memory holds
-    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, min_blocks, constants)
+    if heads is None:
+        return Specialisation(name, kernel, ARGUMENT_TYPES, threads, min_blocks, constants)
+    name, constants, argument_types = f"{name}_heads{heads.suffix}", heads.constants | constants, _WITH_HEADS
+    return Specialisation(name, preparing_kernel, argument_types, threads, min_blocks, constants)

@@ -18,6 +18,7 @@ from numba_kernels.cuda.attention import (
     segments,
 )
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
+from numba_kernels.cuda.attention.prepared_heads import HeadForm, fits_tiles
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
 from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
@@ -48,6 +49,8 @@ class AttentionPlan:
         workspace_columns: weights a row (naive), blocks that a KV head's keys are to be cut into (decode), or 1.
         shape: num_tokens, num_q_heads, num_kv_heads, table_width, window, num_seqs, as the kernels take them.
         num_arrivals: uint32 of device memory that are zeros before the launch, and after it; 0 for none.
+        prepares: whether the kernel prepares its heads: q is qkv, and `prepared_heads.ARGUMENT_TYPES` and the norms'
+            eps follow the `arguments`.
     """
 
     tier: str
@@ -56,6 +59,7 @@ class AttentionPlan:
     workspace_columns: int
     shape: tuple[int, int, int, int, int, int]
     num_arrivals: int = 0
+    prepares: bool = False
 
     def arguments(
         self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, arrivals: int, query_start: int,
@@ -94,6 +98,7 @@ def plan(
     tier: str | None = None,
     pages: str = "",
     has_spans: bool = False,
+    heads: HeadForm | None = None,
 ) -> AttentionPlan:
     """The launch for a batch of at least one token.
 
@@ -103,7 +108,8 @@ def plan(
     the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
     `pages` is the pages' type if it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
     With `has_spans` the launch takes the address of int32 [num_tokens]: one past the last key that each token sees;
-    only the flash tier has that.
+    only the flash tier has that. With `heads` the decode tier prepares them itself where it can (`prepares`), for one
+    token a sequence.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
@@ -191,6 +197,7 @@ def plan(
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
         return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), 0, 1, shape)
 
+    prepared = None
     if dtype == "f32":
         num_rows = flash_float32.num_rows(head_dim, True)
         kernel = flash_float32.flash_float32(head_dim, head_dim, block_size, True, variant)
@@ -201,7 +208,9 @@ def plan(
         kernel = flash_wide.flash_wide(wide, block_size, True, variant)
     else:
         num_rows = 8 if rows <= 8 else _DECODE_ROWS
-        kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant)
+        if heads is not None and max_query_len == 1 and rows <= num_rows and fits_tiles(heads):
+            prepared = heads
+        kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant, prepared)
         shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim, num_rows, pages)
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
@@ -214,9 +223,10 @@ def plan(
     blocks = tiles + wanted
     attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)
     if not wanted:
-        return AttentionPlan(tier, attend, 0, 1, shape)
+        return AttentionPlan(tier, attend, 0, 1, shape, prepares=prepared is not None)
     workspace_bytes = parts.workspace_bytes(head_dim, num_rows, blocks, num_kv_heads)
-    return AttentionPlan(tier, attend, workspace_bytes, wanted, shape, blocks * num_kv_heads)
+    num_arrivals = blocks * num_kv_heads
+    return AttentionPlan(tier, attend, workspace_bytes, wanted, shape, num_arrivals, prepared is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +314,11 @@ def specialisations() -> Iterator[Specialisation]:
     for head_dim in (128, 256):
         for has_window in (False, True):
             yield from _flash("bf16", head_dim, Variant(has_window, has_spans=True), (64, 128))
+    qwen3, gpt_oss = HeadForm("bf16", 128, 128, norm="head"), HeadForm("bf16", 64, 64)
+    for pages in ("", *PAGES):
+        yield decode_tensor_core.decode_tensor_core("bf16", 128, 16, 8, Variant(pages=pages), qwen3)
+    for has_window in (False, True):
+        yield decode_tensor_core.decode_tensor_core("bf16", 64, 16, 8, Variant(has_window, True), gpt_oss)
     for pages, arch in itertools.product(("", "e4m3"), ("sm_80", SMALL[0])):
         for is_split in (False, True):
             tiles = wide_tiles("bf16", pages, 512, arch, is_split)
