@@ -14,7 +14,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType
+from runtime.dtype import DType, bfloat16
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.linear.linear import Linear
@@ -321,3 +321,38 @@ def test_a_tier_that_the_device_has_not() -> None:
     mixed = [Tensor.zeros((8, 8), "bfloat16"), Tensor.zeros((8, 8))]
     with pytest.raises(InvalidArgumentError, match="weight 1 has dtype float32, must have bfloat16"):
         ops.prepare_linear(mixed, options=LoadOptions(device=Device(DEVICE)))
+
+
+def test_qkv_attention_is_its_two_operations() -> None:
+    """Of two sequences with one new token each, in one launch; with the same bits, in the pages too."""
+    rng, heads, kv_heads, head_dim, lengths = np.random.default_rng(2), 4, 2, 64, np.array([37, 5], np.int32)
+    pages = rng.standard_normal((2, 5, kv_heads, 16, head_dim)).astype(bfloat16.numpy)
+    angles = np.outer(np.arange(40), 100.0 ** -np.linspace(0, 1, head_dim // 2)).astype(np.float32)
+    rows = rng.standard_normal((2, (heads + 2 * kv_heads) * head_dim)).astype(bfloat16.numpy)
+
+    def put(array: np.ndarray) -> Tensor:
+        return Tensor.from_numpy(array).to(DEVICE)
+
+    found = []
+    for is_one in (False, True):
+        k_cache, v_cache, tables = put(pages[0]), put(pages[1]), np.array([[3, 1, 4], [2, 0, 0]], np.int32)
+        batch = Batch(
+            token_ids=zeros(2, dtype="int32"), positions=put(lengths - 1), seq_lens=put(lengths),
+            query_start=put(np.arange(3, dtype=np.int32)), slot_mappings=(put(np.array([4 * 16 + 4, 2 * 16 + 4])),),
+            block_tables=(put(tables),), logits_indices=zeros(2, dtype="int32"), max_query_len=1, max_seq_len=40,
+        )  # fmt: skip
+        of_heads: dict[str, Any] = {
+            "num_q_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
+            "rope": ops.RopeTable(put(np.cos(angles)), put(np.sin(angles)), False), "q_norm": None, "k_norm": None,
+            "norm_eps": 1e-6, "k_cache": k_cache, "v_cache": v_cache,
+        }  # fmt: skip
+        if is_one:
+            out = ops.qkv_attention(put(rows), batch, 0, **of_heads, scale=0.2)
+            assert [plan.prepares for key, plan in batch.plans.items() if key[0] == "attention"] == [True]
+        else:
+            q = ops.qkv_prepare(put(rows), batch.positions, slot_mapping=batch.slot_mappings[0], **of_heads)
+            out = ops.attention(q, k_cache, v_cache, batch, 0, scale=0.2)
+        found.append([tensor.to("cpu").numpy().view(np.uint16) for tensor in (out, k_cache, v_cache)])
+    for two, one in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert (found[0][1] != pages[0].view(np.uint16)).any()
