@@ -286,7 +286,7 @@ class Attention:
         return qkv
 
     def _heads(self, batch: Batch, kv_cache: KVCache) -> dict[str, Any]:
-        """What `ops.qkv_prepare` and `ops.qkv_attention` take for the layer's heads."""
+        """The arguments of `ops.qkv_prepare` and `ops.qkv_attention` for the layer's heads."""
         k_cache, v_cache, *scales = kv_cache.layer(self.index)
         return {
             "num_q_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim,

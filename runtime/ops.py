@@ -726,10 +726,15 @@ def qkv_attention(
     )
     pages = backend.page_shape(op, k_cache, v_cache, qkv, head_dim)
     _check_scores(op, qkv, num_q_heads, pages, batch, group, window, sinks, softcap)
-    return backend.qkv_attention(  # type: ignore[no-any-return]
-        qkv, batch, group, *sizes, rope, *norms, kind, norm_eps, values, k_cache, v_cache, pages, scale, window, sinks,
-        softcap, tuple(scales),
-    )  # fmt: skip
+    of_heads, of_scores = (
+        (*sizes, rope, *norms, kind, norm_eps, values, k_cache, v_cache),
+        (scale, window, sinks, softcap),
+    )
+    out: Tensor | None = backend.qkv_attention(qkv, batch, group, *of_heads, pages, *of_scores, tuple(scales))
+    if out is None:  # the device has no kernel for both
+        q = backend.qkv_prepare(qkv, batch.positions, *of_heads, slots, tuple(scales))
+        out = backend.attention(q, k_cache, v_cache, batch, group, pages, *of_scores, tuple(scales), None)
+    return out
 
 
 def _check_scores(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -85,18 +86,8 @@ def qkv_prepare(
     return result
 
 
-def qkv_attention(
-    qkv: Tensor, batch: Batch, group: int, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
-    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, values: str, k_cache: Tensor,
-    v_cache: Tensor, pages: tuple[int, int, int], scale: float, window: int | None, sinks: Tensor | None,
-    softcap: float | None, scales: tuple[Tensor, ...],
-) -> Tensor:  # fmt: skip
-    """See `ops.qkv_attention`."""
-    q = qkv_prepare(
-        qkv, batch.positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, norm, norm_eps, values,
-        k_cache, v_cache, batch.slot_mappings[group], scales,
-    )  # fmt: skip
-    return attention(q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, scales, None)
+def qkv_attention(*_: Any) -> None:
+    """None: heads are prepared first."""
 
 
 def _explain_places(

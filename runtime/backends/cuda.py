@@ -283,26 +283,23 @@ def qkv_attention(
     q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, values: str, k_cache: Tensor,
     v_cache: Tensor, pages: tuple[int, int, int], scale: float, window: int | None, sinks: Tensor | None,
     softcap: float | None, page_scales: tuple[Tensor, ...],
-) -> Tensor:  # fmt: skip
-    """See `ops.qkv_attention`. Attention of one token a sequence prepares the usual heads itself."""
-    slots, tokens = batch.slot_mappings[group], qkv.shape[0]
-    if batch.max_query_len == 1 and tokens and num_q_heads and num_kv_heads:
-        norms = [0 if weight is None else weight.address for weight in (q_norm, k_norm)]
-        cos, sin, q_scales, rotary = _rotation(rope)
-        form = HeadForm(
-            qkv.dtype.ptx, head_dim, rotary, rope is not None and rope.interleaved, norm, q_scales != 0,
-            alignment(qkv.address, *norms) % 16 == 0, rope is not None and rope.is_spread, values,
-        )  # fmt: skip
-        sizes = tokens, num_q_heads, head_dim
-        plan = _attention_plan(batch, group, sizes, pages, window, sinks, softcap, qkv, k_cache, form)
-        if plan.prepares:
-            of_heads = batch.positions.address, cos, sin, q_scales, 0, *norms, slots.address, norm_eps
-            return _attend(plan, qkv, sizes, k_cache, v_cache, batch, group, scale, sinks, page_scales, of_heads)
-    q = qkv_prepare(
-        qkv, batch.positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, norm, norm_eps, values,
-        k_cache, v_cache, slots, page_scales,
+) -> Tensor | None:  # fmt: skip
+    """See `ops.qkv_attention`. Attention of one token a sequence prepares the usual heads; else the result is None."""
+    if batch.max_query_len != 1 or 0 in (qkv.shape[0], num_q_heads, num_kv_heads):
+        return None
+    norms = [0 if weight is None else weight.address for weight in (q_norm, k_norm)]
+    cos, sin, q_scales, rotary = _rotation(rope)
+    form = HeadForm(
+        qkv.dtype.ptx, head_dim, rotary, rope is not None and rope.interleaved, norm, q_scales != 0,
+        alignment(qkv.address, *norms) % 16 == 0, rope is not None and rope.is_spread, values,
     )  # fmt: skip
-    return attention(q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, page_scales, None)
+    sizes = qkv.shape[0], num_q_heads, head_dim
+    plan = _attention_plan(batch, group, sizes, pages, window, sinks, softcap, qkv, k_cache, form)
+    if not plan.prepares:
+        return None
+    slots = batch.slot_mappings[group].address
+    of_heads = batch.positions.address, cos, sin, q_scales, 0, *norms, slots, norm_eps
+    return _attend(plan, qkv, sizes, k_cache, v_cache, batch, group, scale, sinks, page_scales, of_heads)
 
 
 def takes_texts(k_cache: Tensor, head_dim: int) -> bool:

@@ -15,7 +15,7 @@ Sums are rescaled only where a warp has found a larger score: else the factor is
 
 **One token a sequence.** With a `HeadForm` the block prepares its queries itself, from the projection's rows
 (`prepared_heads`), and the block of a sequence's last part its key and value. Warps ask for their first tiles before
-that, but for the one whose tiles hold the new key: it waits for the block's barrier behind the stores.
+that, except the one whose tiles hold the new key: it waits for the block's barrier after the stores.
 """
 
 from __future__ import annotations

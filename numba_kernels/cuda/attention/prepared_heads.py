@@ -40,12 +40,12 @@ ARGUMENT_TYPES = (
     types.uint64,  # k_norm
     types.CPointer(types.int64),  # slot_mapping [T]
 )
-"""What a kernel that prepares heads takes for it, in this order."""
+"""Arguments of a kernel that prepares heads, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadForm:
-    """What is compiled into a kernel that prepares heads.
+    """The constants of a kernel that prepares heads.
 
     Attributes:
         rotary: dimensions that are rotated; `interleaved`, `is_spread`: see `rope`.
@@ -89,7 +89,7 @@ def head_preparer(form: HeadForm) -> Any:
 
     ``prepare(lows, highs, lane, token, head, num_q_heads, is_head, is_value, positions, cos, sin, q_scales,
     norm_scales, q_norm, k_norm, eps)`` on the two local arrays [rounds, width] that hold the head's units; `head`
-    counts q heads, then k heads, then v heads. Groups that are no head compute what nobody reads.
+    counts q heads, then k heads, then v heads. Groups without a head compute numbers without use.
     """
     cut, head_dim, rotary = form.cut, form.head_dim, form.rotary
     width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
