@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 41_488,
+    "numba_kernels": 41_782,
     "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_534,
+    "runtime/backends": 3_588,
     "runtime/linear": 3_448,
     "runtime/kv": 1_910,
     "runtime/engine": 28_392,
@@ -28,11 +28,11 @@ MOST_LINES = {
     "runtime/images": 937,
     "runtime/commands": 3_088,
     "runtime/bench": 12_186,
-    "runtime": 3_697,
-    "models": 20_454,
+    "runtime": 3_762,
+    "models": 20_451,
     "server": 23_507,
     "tokenizer": 7_628,
-    "tools": 20_409,
+    "tools": 20_413,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

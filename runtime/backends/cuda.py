@@ -355,15 +355,15 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Launches a plan; `of_heads` are the arguments of one that prepares heads, of which q is qkv then."""
     gpu, (tokens, q_heads, head_dim) = Gpu.of(q.device), sizes
-    tables = batch.query_start, batch.seq_lens, batch.block_tables[group]
+    query_start, seq_lens, table = batch.query_start, batch.seq_lens, batch.block_tables[group]
     result = Tensor.new((tokens, q_heads * head_dim), q.dtype, q.device)
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     gpu.launch(
         plan.launch,
         *plan.arguments(
             q.address, k_cache.address, v_cache.address, result.address, 0 if workspace is None else workspace.address,
-            zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, *(tensor.address for tensor in tables), scale,
-            0 if sinks is None else sinks.address, *(scales.address for scales in page_scales),
+            zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, query_start.address, seq_lens.address,
+            table.address, scale, 0 if sinks is None else sinks.address, *(scales.address for scales in page_scales),
             bidirectional_until=0 if batch.bidirectional_until is None else batch.bidirectional_until.address,
         ),
         *of_heads,
