@@ -20,11 +20,11 @@ MOST_LINES = {
     "runtime/tensor": 1_820,
     "runtime/backends": 3_588,
     "runtime/linear": 3_448,
-    "runtime/kv": 1_910,
-    "runtime/engine": 28_392,
+    "runtime/kv": 1_931,
+    "runtime/engine": 28_687,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
-    "runtime/parallel": 2_862,
+    "runtime/parallel": 2_867,
     "runtime/images": 937,
     "runtime/commands": 3_088,
     "runtime/bench": 12_186,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_993
+MOST_WORDS = 39_996
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -322,6 +322,7 @@ class Engine:
                 return outputs
         adapters = self.adapters if self.adapters is not None and len(self.adapters) > 0 else None
         if self.hand_overs is not None:
+            self.hand_overs.send_waiting()
             self.hand_overs.let_go()  # not at the step's end: the second token would wait for it
             if self.hand_overs.has_pages:
                 self.hand_overs.take_in(self.scheduler)
@@ -359,6 +360,7 @@ class Engine:
     def rest(self) -> None:
         """Do deferred work while idle: record the decode graph that the last step lacked, and store prefixes."""
         if self.hand_overs is not None:
+            self.hand_overs.send_waiting()
             self.hand_overs.let_go()
         if not self.has_work and not self.pauses.is_held:
             self.executor.record()

@@ -107,12 +107,14 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     lease      names the offer, unguessable
     block_ids  what the offer must hold, as its sender named them; empty: whatever it holds
     is_foreign a client has named it: without the offer the request fails, and is not computed anew
+    is_early   the sender may not have made the offer yet
     """
 
     address: str
     lease: str
     block_ids: list[int] = []
     is_foreign: bool = False
+    is_early: bool = False
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -139,6 +141,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     begun             the beginning of each choice, if another engine has computed one; empty: none has
     lease             its prompt's pages are offered under this lease, and each choice leaves after its first token
                       (``EngineOutput.is_handed_over``); empty: it stays
+    is_expected       the engine that goes on has been told of the lease
     source            where pages of its prompt come from, which it waits for
     restarts          if the weights change, it may begin again although it has sent outputs; else it ends with "abort"
     """
@@ -160,6 +163,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     adapter: AdapterRef | None = None
     begun: list[Begun] = []
     lease: str = ""
+    is_expected: bool = False
     source: Source | None = None
     restarts: bool = False
     tenant: str | None = None

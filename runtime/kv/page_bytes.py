@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _SYSTEM_PAGE = 4096
 _POPULATE_WRITE = 23
 """madvise's advice, of Linux 5.14: allocate the memory as if it were written, and leave what is there."""
 
+_MOST_KEPT_BYTES = 8 << 20
 _MOST_QUEUED = 4
 """Planes that a GPU copies into pinned memory at once."""
 
@@ -70,6 +72,8 @@ class PageBytes:
             for pool in range(len(kv_cache.pool_sizes))
         ]
         self.is_ordered = self._gpu is not None
+        self._memory = bytearray()
+        self._lent: weakref.ref[NDArray[np.uint8]] | None = None  # it is free again once this is dead
 
     def _planes(self, pool: int) -> list[tuple[Tensor, int]]:
         """The pages of each plane, and the bytes of one."""
@@ -102,7 +106,13 @@ class PageBytes:
         planes = self._planes(pool)[first:end]
         if self._gpu is None:
             rows = np.array(block_ids, np.intp) - self._firsts[pool]
-            return [tensor.array.reshape(tensor.shape[0], -1).view(np.uint8)[rows] for tensor, _ in planes]
+            sizes = [size * len(rows) for _, size in planes]
+            room, copies = self._room(sum(sizes)), list[NDArray[np.uint8]]()
+            for (tensor, size), stop in zip(planes, np.cumsum(sizes).tolist()):
+                copied = room[stop - size * len(rows) : stop].reshape(len(rows), size)
+                np.take(tensor.array.reshape(tensor.shape[0], -1).view(np.uint8), rows, 0, copied, "clip")
+                copies.append(copied)
+            return copies
         found: list[NDArray[np.uint8]] = []
         under_way: deque[QueuedCopy] = deque()
         for plane in range(first, first + len(planes)):
@@ -112,6 +122,17 @@ class PageBytes:
         for each in under_way:
             found += each.take()
         return found
+
+    def _room(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory for a copy: that of an earlier one, if its arrays are freed. New memory takes longer to be entered
+        than pages to be copied."""
+        if num_bytes > _MOST_KEPT_BYTES:
+            return np.empty(num_bytes, np.uint8)
+        if self._lent is None or self._lent() is not None or len(self._memory) < num_bytes:
+            self._memory = bytearray(1 << (num_bytes - 1).bit_length())
+        room = np.frombuffer(self._memory, np.uint8, num_bytes)
+        self._lent = weakref.ref(room)
+        return room
 
     def queue_copy(self, pool: int, block_ids: Sequence[int], first: int, end: int, stream: Stream) -> QueuedCopy:
         """The same on a GPU, after the stream's earlier work; returns at once."""

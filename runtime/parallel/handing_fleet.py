@@ -142,16 +142,21 @@ class HandingFleet(Fleet):
         self._forget_pages(life)
         life.lease = f"{self._scheme}:{secrets.token_hex(32)}" if decoder != engine else ""
         life.offerer, life.decoder = engine, None
-        self._admit(life, engine, lease=life.lease)
+        begins_at_once = not life.is_paused and loads[engine].num_prompt <= life.route.num_prompt
+        self._admit(life, engine, lease=life.lease, is_expected=begins_at_once)
+        if life.lease and begins_at_once:
+            self._expect(life, is_early=True)
 
-    def _admit(self, life: Life, engine: int, *, lease: str = "", source: Source | None = None) -> None:
+    def _admit(
+        self, life: Life, engine: int, *, lease: str = "", is_expected: bool = False, source: Source | None = None
+    ) -> None:
         """Give a request to an engine. The life's lock is held."""
         life.number += 1
         request = life.request
         if life.is_accepted:
             request = msgspec.structs.replace(request, begun=life.begun, source=source)
         if lease:
-            request = msgspec.structs.replace(request, lease=lease)
+            request = msgspec.structs.replace(request, lease=lease, is_expected=is_expected)
         for choice in life.choices:
             choice.is_here = not choice.has_ended
         client = self._clients[engine]
@@ -306,15 +311,15 @@ class HandingFleet(Fleet):
                     if life.open_choices and not life.is_placed:
                         self._find_place(life)
 
-    def _expect(self, life: Life) -> None:
-        """A request is begun: have the next engine take its pages as they come, and reserve blocks for it."""
+    def _expect(self, life: Life, *, is_early: bool = False) -> None:
+        """A request is begun, or soon will be: have the next engine take its pages as they come, and reserve blocks."""
         if life.is_recalled or life.ending is not None:
             return
         with self._lock:
             assert self._roles is not None
             is_ready = self._are_alike(self._clients[life.route.engine].weight_version)
             engine = self._roles.decode_engine(self.router.engine_loads(is_ready), life.route.engine)
-            source = self._source(life)
+            source = self._source(life, is_early=is_early)
             if source is None or not is_ready[engine] or engine == life.route.engine:
                 return
             self.router.promise(life.route, engine)
@@ -326,11 +331,11 @@ class HandingFleet(Fleet):
             request = msgspec.structs.replace(life.request, prompt_token_ids=prompt_ids, begun=begun, source=source)
         self._clients[engine].expect(source, request)
 
-    def _source(self, life: Life) -> Source | None:
+    def _source(self, life: Life, *, is_early: bool = False) -> Source | None:
         """The offer of a request's pages."""
         addresses = self._clients[life.offerer].info.transfer_addresses
         address = next((each for each in addresses if each.startswith(self._scheme)), None)
-        return Source(address, life.lease) if address is not None and life.lease else None
+        return Source(address, life.lease, is_early=is_early) if address is not None and life.lease else None
 
     def _are_alike(self, version: str) -> list[bool]:
         """The engines that are ready and have these weights; "": any."""

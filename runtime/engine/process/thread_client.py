@@ -88,6 +88,7 @@ class ThreadEngineClient(EngineClient):
         if engine.hand_overs is not None:
             engine.hand_overs.tell = lambda output: self._deliver([output])
             engine.hand_overs.arrivals.on_arrival = self._wake
+            engine.hand_overs.may_wait = not engine.overlaps and engine.executor.depth == 1
         self._thread = threading.Thread(target=self._run, name="xserv-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)

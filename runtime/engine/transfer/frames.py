@@ -24,16 +24,20 @@ from runtime.kv.page_store import PageName
 
 _MOST_HEADER_BYTES = 16 << 20
 _MOST_PAGE_BYTES = 1 << 33
+_MOST_PEEKED = 1 << 16
 _HEAD = struct.Struct("<4sIQ16s")  # magic, bytes of the header, bytes of the pages, code
 _MAGIC = b"xkv1"
 
 
 class Wanted(msgspec.Struct, tag=True):
-    """The receiver's identity, and the offer that it takes."""
+    """The receiver's identity, and the offer that it takes; ``is_early``: or waits for. ``released``: memory of earlier
+    pages that the sender may use again (`runtime.engine.transfer.segments`)."""
 
     identity: Identity
     lease: str
     block_ids: list[int]
+    is_early: bool = False
+    released: list[int] = []
 
 
 class Mine(msgspec.Struct, tag=True):
@@ -134,6 +138,16 @@ class Stream:
         poll = select.poll()
         poll.register(self.connection, select.POLLOUT)
         return any(event & select.POLLOUT for _, event in poll.poll(0))
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message has come that has no pages, so that to receive it does not wait."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        if not poll.poll(0):
+            return False
+        data = self.connection.recv(_MOST_PEEKED, socket.MSG_PEEK)
+        return len(data) >= _HEAD.size and len(data) - _HEAD.size >= _HEAD.unpack_from(data)[1]
 
     def send_pages(self, pages: Pages) -> None:
         """Raises OSError."""

@@ -8,14 +8,15 @@ requests that come.
              └──────── the fleet: the request, with the token ────────▶ admit, and the next step decodes it
 
 Pages are copied after each chunk of a prompt, while later ones are computed; the last page, which is not full, when the
-choice leaves. If a chunk has many pages, the planes of its first layers go while the later layers are computed, and the
-last ones once the step has not failed: without them the others are worth nothing. A page's name is that of
-`StoredPrefixes`, so the other engine finds it by the tokens.
+choice leaves. In a fleet a step's tokens go before its pages. If a chunk has many pages, the planes of its first layers
+go while the later layers are computed, and the last ones once the step has not failed: without them the others are
+worth nothing. A page's name is that of `StoredPrefixes`, so the other engine finds it by the tokens.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,6 +77,7 @@ class _Ahead:
 
 @dataclass(slots=True)
 class _Lease:
+    name: str
     transport: Transport
     is_dropped: bool = False
     num_blocks: int = 0
@@ -110,6 +112,9 @@ class HandOvers:
         self.transports, self.arrivals, self._has_fleet = transports, arrivals, has_fleet
         self.counters = TransferCounters()
         self._leases: dict[str, _Lease] = {}  # by request
+        self.may_wait = False  # `send_waiting` comes after a step's outputs, before the next step is planned
+        self._waits = False  # pages of the step that has just run
+        self._waiting: deque[tuple[_Lease, Callable[[], None]]] = deque()
         self._announced: list[EngineOutput] = []
         self._awaited: list[Request] = []
         self._starting: list[Request] = []  # their pages lie here until they run
@@ -126,7 +131,8 @@ class HandOvers:
     def admit(self, request: Request) -> None:
         """A request was admitted."""
         if request.lease:
-            self._leases[request.request_id] = _Lease(self.transports[request.lease.partition(":")[0]])
+            transport = self.transports[request.lease.partition(":")[0]]
+            self._leases[request.request_id] = _Lease(request.lease, transport)
             self.counters.offered += 1
         if request.source is not None:
             self.arrivals.expect(request.source)
@@ -135,7 +141,8 @@ class HandOvers:
     def begin(self, request: Request) -> None:
         """The request's first step is planned: say that its pages can be taken."""
         lease = self._leases.get(request.request_id)
-        if lease is not None and lease.transport.offer(request.lease, NO_PAGES) and self._has_fleet:
+        is_told = request.asked is not None and request.asked.is_expected
+        if lease is not None and lease.transport.offer(request.lease, NO_PAGES) and self._has_fleet and not is_told:
             output = EngineOutput(request_id=request.request_id, index=0, new_token_ids=[], num_prompt_tokens=0)
             if self.tell is None:
                 self._announced.append(output)
@@ -160,7 +167,8 @@ class HandOvers:
             offered.num_pages, offered.last = offered.num_pages + num_full, names[num_full - 1]
         if states is not None:
             found += self._states(sequence, states, committed, offered.last, names[num_full:])
-        self._offer(sequence.request.lease, lease, found, {} if ahead is None else ahead.copies)
+        lease.num_blocks += len(found)
+        self._soon(lease, partial(self._offer, lease, found, {} if ahead is None else ahead.copies))
 
     def _found(self, sequence: Sequence, offered: _Offered, names: list[PageName]) -> list[_Found]:
         """The pages with these names that the other engine needs."""
@@ -219,9 +227,25 @@ class HandOvers:
         return lease.transport.offer(name, Pages(pool, names, planes, first))
 
     def step_ran(self) -> None:
-        """The step has run: nothing of it is copied ahead any more."""
+        """The step has run: nothing of it is copied ahead any more, and its tokens go before its pages."""
+        self._waits = self.may_wait
         if self._copies is not None:
             self._copies.finish()
+
+    def _soon(self, lease: _Lease, offer: Callable[[], None]) -> None:
+        """Offer now, or once the step's tokens are told, if only the fleet may know the lease."""
+        if self._waits and lease.transport is self.transports.get("unix"):
+            self._waiting.append((lease, offer))
+        else:
+            offer()
+
+    def send_waiting(self) -> None:
+        """Offer what waits for the step's tokens to be told. No block has changed since."""
+        self._waits = False
+        while self._waiting:
+            lease, offer = self._waiting.popleft()
+            if not lease.is_dropped:
+                offer()
 
     def _names(self, sequence: Sequence, offered: _Offered, end: int) -> list[PageName]:
         """The names of a choice's pages up to ``end`` that were not offered, the last one maybe not full."""
@@ -244,7 +268,7 @@ class HandOvers:
             by_pool.setdefault(pools[each[0]], []).append(each)
         return by_pool
 
-    def _offer(self, name: str, lease: _Lease, found: list[_Found], ahead: dict[int, PassCopy]) -> None:
+    def _offer(self, lease: _Lease, found: list[_Found], ahead: dict[int, PassCopy]) -> None:
         for pool, of_pool in self._by_pool(found).items():
             names, blocks = _with_groups(of_pool), [block_id for _, _, block_id in of_pool]
             parts: list[tuple[int, int, int]] = []  # pages from, to, and their first plane
@@ -257,20 +281,20 @@ class HandOvers:
                 parts.append((parts[0][1] if parts else 0, len(blocks), 0))
             for begin, end, first in parts:
                 planes = self._stored.pages.copy_out(pool, blocks[begin:end], first)
-                if not lease.transport.offer(name, Pages(pool, names[begin:end], planes, first)):
+                if not lease.transport.offer(lease.name, Pages(pool, names[begin:end], planes, first)):
                     lease.is_dropped = True
                     self.counters.dropped += 1
                     return
-            lease.num_blocks += len(names)
 
     def end(self, request: Request) -> None:
         """A request has ended here."""
         lease = self._leases.pop(request.request_id, None)
         if lease is not None and not lease.is_dropped:
             if any(each.num_output_tokens for each in request.sequences):
-                lease.transport.offer(request.lease, None)
+                self._soon(lease, lambda: _complete(lease))
                 request.offered = Source(lease.transport.address, request.lease, list(range(lease.num_blocks)))
             else:  # it was cancelled, or failed
+                lease.is_dropped = True
                 lease.transport.drop(request.lease)
         if request.source is not None:
             self._drop_arrival(request.source.lease)
@@ -282,6 +306,7 @@ class HandOvers:
         """Drop what a request has offered and taken: it begins again, with other weights."""
         lease = self._leases.pop(request.request_id, None)
         if lease is not None:
+            lease.is_dropped = True
             lease.transport.drop(request.lease)
 
     def announce(self, outputs: list[EngineOutput]) -> None:
@@ -350,6 +375,8 @@ class HandOvers:
     def drop(self, lease: str) -> None:
         """Forget the pages of this lease, offered or taken, but for reserved blocks. Thread-safe."""
         self.arrivals.drop(lease)
+        for each, _ in list(self._waiting):
+            each.is_dropped = each.is_dropped or each.name == lease
         if (transport := self.transports.get(lease.partition(":")[0])) is not None:
             transport.drop(lease)
 
@@ -359,8 +386,13 @@ class HandOvers:
 
     def close(self) -> None:
         """No more is offered or taken; offers that are being taken are completed first."""
+        self.send_waiting()
         for transport in self.transports.values():
             transport.close(CLOSE_S)
+
+
+def _complete(lease: _Lease) -> None:
+    lease.transport.offer(lease.name, None)
 
 
 def _with_groups(found: list[_Found]) -> list[PageName]:

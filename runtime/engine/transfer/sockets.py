@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-import mmap
 import os
 import secrets
 import select
@@ -24,6 +23,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ from runtime.engine.messages import Source
 from runtime.engine.process.handshake import HandshakeError, answer, greet
 from runtime.engine.transfer.frames import Alive, End, Header, Mine, Refusal, Stream, Wanted, read_whole
 from runtime.engine.transfer.identity import Identity, RefusedError, TransferError
+from runtime.engine.transfer.segments import SentSegments, TakenSegments
 from runtime.engine.transfer.transport import Arrived, Ended, Pages, StaleLeaseError
 from runtime.errors import InvalidArgumentError, XservError
-from runtime.rank_notices import shared_memory
 
 logger = logging.getLogger("xserv.engine")
 
@@ -52,6 +52,7 @@ MOST_NAMES_AT_ONCE = 256
 MOST_CONNECTIONS = 256
 """Offers that are sent at once; further ones wait."""
 IDLE_S = 60.0
+_SEGMENT = struct.Struct("<I")
 MOST_IDLE = 4
 """How long, and how many of a peer's, connections are kept for the next lease."""
 
@@ -62,8 +63,45 @@ class _Offer:
     num_blocks: int = 0
     is_complete: bool = False
     is_taken: bool = False
+    is_ended: bool = False  # the receiver knows that it is complete
     touched_s: float = field(default_factory=time.monotonic)
     stream: Stream | None = None  # while its thread waits for pages
+
+
+_Heard = tuple[str, _Offer | TransferError | None]
+"""A lease, and its offer, or why there is none; None: it will be made."""
+
+
+class _Caller:
+    """A sender's connection, on which a receiver asks for one lease after another. The thread that offers pages may
+    hear it before its own."""
+
+    def __init__(self, connection: socket.socket, stream: Stream) -> None:
+        self.connection, self.stream = connection, stream
+        self.heard: _Heard | TransferError | None = None  # by another thread; guarded by the condition
+        self._awake, self._asleep = socket.socketpair()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._poll.register(self._asleep, select.POLLIN)
+
+    def wait(self) -> bool:
+        """Wait until it asks, is closed, or was heard. False if nothing happens for long."""
+        return bool(self._poll.poll(IDLE_S * 1000))
+
+    def wake(self) -> None:
+        """Its thread need not wait."""
+        self._awake.send(b"+")
+
+    def take_heard(self) -> _Heard | TransferError | None:
+        """Take the question that another thread has heard, if any."""
+        heard, self.heard = self.heard, None
+        if heard is not None:
+            self._asleep.recv(1)
+        return heard
+
+    def close(self) -> None:
+        self._awake.close()
+        self._asleep.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +146,10 @@ class SocketTransport(ABC):
         self._offers: dict[str, _Offer] = {}
         self._num_staged_bytes = 0
         self._pulls: dict[str, socket.socket | None] = {}
+        self._dropped: set[str] = set()  # of these
         self._idle: dict[str, list[_Link]] = {}  # by address
+        self._resting: list[_Caller] = []  # whose threads wait for the next lease
+        self._early: dict[str, _Caller] = {}  # who wait for offers that are not made yet
         self._is_closed = False
         self.num_sent_bytes = self.num_received_bytes = self.num_expired = 0
         self._room = threading.Semaphore(MOST_CONNECTIONS)
@@ -132,10 +173,13 @@ class SocketTransport(ABC):
         with self._condition:
             if self._is_closed:
                 return False
-            offer = self._offers.setdefault(lease, _Offer())
+            offer = self._offers.get(lease) or self._new_offer(lease)
             offer.touched_s = time.monotonic()
+            if self.sends_at_once and not offer.is_taken:
+                self._hear_resting()
             if pages is None:
                 offer.is_complete = True
+                offer.is_ended = self.sends_at_once and self._sent_end(offer)
             elif self._num_staged_bytes + pages.num_bytes > self._most_bytes:
                 logger.warning("pages of a request are not handed over: more than %d bytes wait", self._most_bytes)
                 self._forget(lease)
@@ -149,6 +193,13 @@ class SocketTransport(ABC):
             self._condition.notify_all()
             return True
 
+    def _new_offer(self, lease: str) -> _Offer:
+        """The condition is held."""
+        offer = self._offers[lease] = _Offer()
+        if (caller := self._early.pop(lease, None)) is not None:
+            offer.is_taken, offer.stream = True, caller.stream
+        return offer
+
     def _sent_at_once(self, offer: _Offer, pages: Pages) -> bool:
         """Send pages on this thread. False if they would have to wait. The condition is held."""
         stream = offer.stream
@@ -160,6 +211,28 @@ class SocketTransport(ABC):
             return False
         self.num_sent_bytes += pages.num_bytes
         return True
+
+    def _sent_end(self, offer: _Offer) -> bool:
+        """Say on this thread that an offer is complete. False if others have to be sent before. The condition is
+        held."""
+        if offer.stream is None or offer.waiting:
+            return False
+        with contextlib.suppress(OSError):  # its own thread forgets the offer
+            offer.stream.send(End())
+        return True
+
+    def _hear_resting(self) -> None:
+        """Take the leases that receivers have asked for while this thread computed. The condition is held."""
+        for caller in [each for each in self._resting if each.stream.has_message]:
+            self._resting.remove(caller)
+            try:
+                caller.heard = self._hear(caller)
+            except (OSError, TransferError) as error:
+                caller.heard = error if isinstance(error, TransferError) else TransferError(str(error))
+            else:
+                if isinstance(offer := caller.heard[1], _Offer):
+                    offer.stream = caller.stream
+            caller.wake()
 
     def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
         """See `Transport`."""
@@ -177,6 +250,10 @@ class SocketTransport(ABC):
         """See `Transport`."""
         with self._condition:
             self._forget(lease)
+            if self._early.pop(lease, None) is not None:
+                self._condition.notify_all()
+            if lease in self._pulls:
+                self._dropped.add(lease)
             connection = self._pulls.get(lease)
             if connection is not None:
                 with contextlib.suppress(OSError):
@@ -251,37 +328,75 @@ class SocketTransport(ABC):
                 stream = Stream(connection, greet(connection, self._secret), self, is_sender=True)
                 connection.settimeout(STALL_S)
                 stream.send(Mine(self._identity))
-                while self._serve_one(connection, stream):
-                    connection.settimeout(IDLE_S)
+                with contextlib.closing(_Caller(connection, stream)) as caller:
+                    while self._serve_one(caller):
+                        pass
         except (OSError, XservError) as error:
             logger.info("pages were not handed over: %s", error)
         finally:
             self._room.release()
 
-    def _serve_one(self, connection: socket.socket, stream: Stream) -> bool:
+    def _serve_one(self, caller: _Caller) -> bool:
         """Send the next offer. False if the connection is at its end. Raises OSError, `TransferError`."""
-        try:
-            if not connection.recv(1, socket.MSG_PEEK):
+        with self._condition:
+            self._resting.append(caller)
+        is_called = caller.wait()
+        with self._condition:
+            if caller in self._resting:
+                self._resting.remove(caller)
+            heard = caller.take_heard()
+        if heard is None:
+            if not is_called or not caller.connection.recv(1, socket.MSG_PEEK):
                 return False
-        except TimeoutError:
+            heard = self._hear(caller)
+        if isinstance(heard, TransferError):
+            raise heard
+        lease, offer = heard
+        if offer is None:
+            offer = self._await_offer(caller, lease)
+        if isinstance(offer, TransferError):
+            caller.stream.send(Refusal(str(offer), isinstance(offer, StaleLeaseError)))
             return False
-        connection.settimeout(STALL_S)
-        wanted = stream.receive_a(Wanted)
         try:
-            self._identity.check(wanted.identity)
-            offer = self._take(wanted)
-        except TransferError as error:
-            stream.send(Refusal(str(error), isinstance(error, StaleLeaseError)))
-            return False
-        try:
-            return self._send(stream, wanted.lease, offer)
+            return self._send(caller.stream, lease, offer)
         finally:
             with self._condition:
-                self._forget(wanted.lease)
+                self._forget(lease)
 
-    def _take(self, wanted: Wanted) -> _Offer:
+    def _hear(self, caller: _Caller) -> _Heard:
+        """Read what a caller asks for. Raises OSError, `TransferError`."""
+        wanted = caller.stream.receive_a(Wanted)
+        self.reuse(caller.stream, wanted.released)
+        try:
+            self._identity.check(wanted.identity)
+            return wanted.lease, self._take(wanted, caller)
+        except TransferError as error:
+            return wanted.lease, error
+
+    def _await_offer(self, caller: _Caller, lease: str) -> _Offer | TransferError:
+        """The offer that a caller waits for. Raises OSError if it goes."""
+        until_s = time.monotonic() + LEASE_S
+        try:
+            while True:
+                with self._condition:
+                    is_made = self._condition.wait_for(lambda: self._early.get(lease) is not caller, ALIVE_S)
+                    offer = self._offers.get(lease) if is_made else None
+                if offer is not None:
+                    return offer
+                if is_made or self._is_closed or time.monotonic() > until_s:
+                    return StaleLeaseError("the lease was not offered in time, or has ended")
+                caller.stream.send(Alive())
+        finally:
+            with self._condition:
+                if self._early.get(lease) is caller:
+                    del self._early[lease]
+
+    def _take(self, wanted: Wanted, caller: _Caller) -> _Offer | None:
         with self._condition:
             offer = self._offers.get(wanted.lease)
+            if offer is None and wanted.is_early:
+                self._early[wanted.lease] = caller
+                return None
             if offer is None or offer.is_taken:
                 raise StaleLeaseError("the lease is not known: it was used, or has expired")
             if wanted.block_ids and wanted.block_ids != list(range(offer.num_blocks)):
@@ -308,7 +423,8 @@ class SocketTransport(ABC):
                     self._num_staged_bytes -= pages.num_bytes
                     self.num_sent_bytes += pages.num_bytes
             elif is_over:
-                stream.send(End())
+                if not offer.is_ended:
+                    stream.send(End())
                 return True
             else:
                 stream.send(Alive())
@@ -322,7 +438,10 @@ class SocketTransport(ABC):
             link = self._idle_link(source.address) or self._link(source)
             with self._condition:
                 self._pulls[source.lease] = link.connection
-            link.stream.send(Wanted(self._identity, source.lease, source.block_ids))
+                if source.lease in self._dropped:
+                    raise TransferError("the pages are not wanted any more")
+            released = self.released(link.stream)
+            link.stream.send(Wanted(self._identity, source.lease, source.block_ids, source.is_early, released))
             self._receive(link.stream, arrived)
         except TransferError as caught:
             error = caught
@@ -333,6 +452,7 @@ class SocketTransport(ABC):
             error = TransferError("pages could not be taken")
         with self._condition:
             self._pulls.pop(source.lease, None)
+            self._dropped.discard(source.lease)
             links = self._idle.setdefault(source.address, [])
             if link is not None and error is None and len(links) < MOST_IDLE and not self._is_closed:
                 link.since_s = time.monotonic()
@@ -424,6 +544,15 @@ class SocketTransport(ABC):
         read_whole(stream.connection, found.data)
         return found
 
+    def released(self, stream: Stream) -> list[int]:
+        """The receiver's numbers of memory that `receive_planes` gave and that is free again."""
+        return []
+
+    def reuse(self, stream: Stream, released: list[int]) -> None:
+        """The receiver has released these. Raises `TransferError` if it cannot have them."""
+        if released:
+            raise TransferError("the peer has released memory that it has not")
+
     num_inline = 1
     """1 if pages follow their header in the stream, 0 if they lie elsewhere."""
 
@@ -467,6 +596,8 @@ class SharedMemoryTransport(SocketTransport):
     num_inline = 0
 
     def __init__(self, secret: bytes, identity: Identity, most_bytes: int) -> None:
+        self._sent: weakref.WeakKeyDictionary[Stream, SentSegments] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[Stream, TakenSegments] = weakref.WeakKeyDictionary()
         self._name = f"xserv-{secrets.token_hex(16)}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0{self._name}")  # no file: it goes with its process
@@ -493,32 +624,33 @@ class SharedMemoryTransport(SocketTransport):
             raise TransferError(f"user {user} asked for pages of user {os.geteuid()}")
 
     def send_planes(self, stream: Stream, planes: Sequence[NDArray[np.uint8]]) -> None:
-        memory = shared_memory(0)
+        number, memory = self._sent.setdefault(stream, SentSegments()).place(planes)
+        if memory is None:
+            stream.connection.sendall(_SEGMENT.pack(number))
+            return
         try:
-            for plane in planes:
-                _write(memory, plane.reshape(-1).data)
-            socket.send_fds(stream.connection, [b"+"], [memory])
+            socket.send_fds(stream.connection, [_SEGMENT.pack(number)], [memory])
         finally:
             os.close(memory)
 
     def receive_planes(self, stream: Stream, num_bytes: int) -> NDArray[np.uint8]:
-        _, descriptors, _, _ = socket.recv_fds(stream.connection, 1, 1)
-        if not descriptors:
-            raise TransferError("the peer's memory did not come")
+        data, descriptors, _, _ = socket.recv_fds(stream.connection, _SEGMENT.size, 1)
         try:
-            if os.fstat(descriptors[0]).st_size != num_bytes:
-                raise TransferError("the peer's memory has another size than its header says")
-            # Pages are entered here, on the transport's thread, while the prompt is computed elsewhere.
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            return np.frombuffer(mmap.mmap(descriptors[0], num_bytes, flags, mmap.PROT_READ), np.uint8)
+            if len(data) != _SEGMENT.size:
+                raise TransferError("the peer's memory did not come")
+            taken = self._taken.setdefault(stream, TakenSegments())
+            return taken.take(_SEGMENT.unpack(data)[0], descriptors[0] if descriptors else None, num_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
+    def released(self, stream: Stream) -> list[int]:
+        taken = self._taken.get(stream)
+        return [] if taken is None else taken.released()
 
-def _write(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+    def reuse(self, stream: Stream, released: list[int]) -> None:
+        if released:
+            self._sent.setdefault(stream, SentSegments()).reuse(released)
 
 
 def _is_private(host: str) -> bool:

@@ -72,6 +72,18 @@ def test_pages_that_are_not_wanted_are_not_copied_on(monkeypatch: pytest.MonkeyP
     assert calls == [0]
 
 
+def test_the_memory_of_a_copy_is_used_again_once_it_is_freed() -> None:
+    cache = KVCache(KVCacheSpec.uniform(1, 2, 8, 8, float32), 7)
+    pages, known = PageBytes(cache), write(cache, 0)
+    kept = pages.copy_out(0, BLOCKS)
+    others = [pages.copy_out(0, BLOCKS[:1])[0].ctypes.data for _ in range(3)]
+    assert len(set(others)) == 1
+    for tensor in cache.layer(0):
+        tensor.array.fill(0)
+    pages.copy_out(0, BLOCKS)
+    assert all(map(np.array_equal, kept, known))
+
+
 def test_few_pages_are_one_part() -> None:
     cache = KVCache(KVCacheSpec.uniform(NUM_LAYERS, 2, 8, 8, float32), 7)
     assert LayerCopies(cache, PageBytes(cache)).bounds(0, 3) == [0]

@@ -3,7 +3,9 @@ else is a line, and nothing arrives."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import os
 import socket
 import threading
 import time
@@ -15,13 +17,15 @@ import numpy as np
 import pytest
 
 from runtime.engine.messages import Source
-from runtime.engine.transfer import sockets
+from runtime.engine.transfer import segments, sockets
 from runtime.engine.transfer.frames import Stream
 from runtime.engine.transfer.identity import Identity, MismatchError, RefusedError, TransferError
+from runtime.engine.transfer.segments import SentSegments, TakenSegments
 from runtime.engine.transfer.sockets import SharedMemoryTransport, SocketTransport, TcpTransport, check_private
 from runtime.engine.transfer.transport import NO_PAGES, Pages, StaleLeaseError, check_names
 from runtime.errors import InvalidArgumentError
 from runtime.kv.page_store import PageName
+from runtime.rank_notices import shared_memory
 from tests.waiting import TIMEOUT_S, wait_until
 
 SECRET = b"s" * 32
@@ -358,3 +362,145 @@ def test_public_addresses_are_not_spoken_to() -> None:
         pytest.raises(InvalidArgumentError, match="cannot be listened at"),
     ):
         TcpTransport("127.0.0.1", other.getsockname()[1], SECRET, IDENTITY, 1)
+
+
+def test_an_offer_may_be_asked_for_before_it_is_made(pair: tuple[SocketTransport, SocketTransport]) -> None:
+    sender, receiver = pair
+    for number in range(2):  # over a new connection, and one that is kept
+        lease, offered = f"{number}", [pages(number), pages(number + 2, 3)]
+        taken = Taken(receiver, Source(sender.address, lease, is_early=True))
+        wait_until(lambda: lease in sender._early)  # noqa: B023
+        assert sender.offer(lease, NO_PAGES)
+        for each in offered:
+            assert sender.offer(lease, each)
+        sender.offer(lease, None)
+        assert taken.wait() is None
+        assert list(map(same, taken.pages, offered)) == [True, True]
+    wait_until(lambda: sender.num_open == receiver.num_open == 0)
+
+
+@pytest.mark.parametrize("ends", ["drop", "time"])
+def test_an_offer_that_is_not_made_is_stale(
+    pair: tuple[SocketTransport, SocketTransport], ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pair
+    monkeypatch.setattr(sockets, "ALIVE_S", 0.01)
+    if ends == "time":
+        monkeypatch.setattr(sockets, "LEASE_S", 0.1)
+    taken = Taken(receiver, Source(sender.address, "a", is_early=True))
+    if ends == "drop":
+        wait_until(lambda: "a" in sender._early)
+        sender.drop("a")
+    assert isinstance(taken.wait(), StaleLeaseError)
+    assert not sender._early
+
+
+def test_a_pull_that_is_dropped_before_it_is_connected_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = transport("unix"), transport("unix")
+    go, link = threading.Event(), receiver._link
+
+    def late(source: Source) -> Any:
+        assert go.wait(TIMEOUT_S)
+        return link(source)
+
+    monkeypatch.setattr(receiver, "_link", late)
+    taken = Taken(receiver, Source(sender.address, "a", is_early=True))
+    receiver.drop("a")
+    go.set()
+    assert "not wanted any more" in str(taken.wait())
+    assert receiver.num_open == 0
+    assert not receiver._dropped
+    for each in (sender, receiver):
+        each.close()
+
+
+def test_the_thread_that_offers_hears_who_asks_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an engine's does whose transport's threads have no processor while it computes."""
+    sender, receiver = transport("unix"), transport("unix")
+    sender.sends_at_once = True
+    sender.offer("a", None)
+    assert Taken(receiver, Source(sender.address, "a")).wait() is None
+    wait_until(lambda: len(sender._resting) == 1)
+    threads: list[str] = []
+    send = sender.send_planes
+
+    def noted(stream: Any, planes: Any) -> None:
+        threads.append(threading.current_thread().name)
+        send(stream, planes)
+
+    monkeypatch.setattr(sender, "send_planes", noted)
+    for lease, is_known in (("b", True), ("c", False)):
+        with sender._condition:  # its own thread waits for this
+            stream = sender._resting[0].stream
+            assert not stream.has_message
+            if is_known:
+                sender.offer(lease, NO_PAGES)
+            taken = Taken(receiver, Source(sender.address, lease))
+            wait_until(lambda: stream.has_message)  # noqa: B023
+            sender.offer(lease, pages(1))
+            sender.offer(lease, None)
+            assert sender._offers[lease].is_ended
+            assert taken.wait() is None
+        assert list(map(same, taken.pages, [pages(1)])) == [True]
+        wait_until(lambda: sender.num_open == 0 and len(sender._resting) == 1)
+    assert threads == [threading.current_thread().name] * 2
+    for each in (sender, receiver):
+        each.close()
+
+
+def test_memory_is_used_again_once_its_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = transport("unix"), transport("unix")
+    made: list[int] = []
+    make = shared_memory
+
+    def noted(size: int) -> int:
+        made.append(size)
+        return make(size)
+
+    monkeypatch.setattr("runtime.engine.transfer.segments.shared_memory", noted)
+
+    def handed(number: int) -> Taken:
+        sender.offer(f"{number}", pages(number))
+        sender.offer(f"{number}", None)
+        taken = Taken(receiver, Source(sender.address, f"{number}"))
+        assert taken.wait() is None
+        wait_until(lambda: sender.num_open == 0)
+        return taken
+
+    kept = handed(0)
+    for number in range(1, 4):
+        handed(number)
+        gc.collect()
+    assert len(made) == 2
+    assert list(map(same, kept.pages, [pages(0)])) == [True]
+    monkeypatch.setattr(segments, "MOST_KEPT_BYTES", 0)
+    others = [handed(number) for number in range(4, 7)]
+    assert made[2:] == [64, 64]  # the first lay in the free one
+    assert [same(other.pages[0], pages(number)) for number, other in enumerate(others, 4)] == [True] * 3
+    for each in (sender, receiver):
+        each.close()
+
+
+def test_memory_that_a_peer_cannot_have_is_refused() -> None:
+    sent, taken = SentSegments(), TakenSegments()
+    number, memory = sent.place([np.ones((2, 8), np.uint8)])
+    assert memory is not None
+    for wrong in ([number + 1], [-1]):
+        with pytest.raises(TransferError, match="released memory"):
+            sent.reuse(wrong)
+    with pytest.raises(TransferError, match="smaller than"):
+        taken.take(number, memory, 1 << 20)
+    with pytest.raises(TransferError, match="did not come"):
+        taken.take(number, None, 16)
+    assert taken.take(number, memory, 16).tolist() == [1] * 16
+    with pytest.raises(TransferError, match="came twice"):
+        taken.take(number, memory, 16)
+    assert taken.released() == [number]
+    sent.reuse([number])
+    with pytest.raises(TransferError, match="released memory"):
+        sent.reuse([number])
+    os.close(memory)
+    sender = transport("tcp")
+    with socket.socket() as connection, pytest.raises(TransferError, match="released memory"):
+        sender.reuse(Stream(connection, b"k", sender, is_sender=True), [0])
+    sender.close()
