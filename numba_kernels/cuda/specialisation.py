@@ -77,6 +77,7 @@ class Launch:
             crowd on the multiprocessors that are free first, or it reads early what that kernel writes.
         maps: (number of an argument of type `TENSOR_MAP`, layout): `Gpu.launch` takes the tensor's address there and
             makes the map. Arguments of that type which are not named here are given as maps.
+        num_shrinking: blocks, first of the grid, that compute low-rank sums of adapters (`adapters.riding`).
     """
 
     specialisation: Specialisation
@@ -87,6 +88,7 @@ class Launch:
     is_dependent: bool = False
     starts_late: bool = False
     maps: tuple[tuple[int, TensorMapLayout], ...] = ()
+    num_shrinking: int = 0
 
 
 @dataclass(frozen=True, slots=True)

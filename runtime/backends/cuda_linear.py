@@ -24,7 +24,7 @@ from numba_kernels.cuda import embedding as _embedding
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda.gemm import split_k
-from runtime.backends.cuda_plans import NEVER_ROUNDED, Planned, plan
+from runtime.backends.cuda_plans import Planned, plan
 from runtime.backends.cuda_tensor import alignment, id_flag, remembered, zeros
 from runtime.device.cublas import Cublas
 from runtime.device.gpu import Gpu
@@ -108,7 +108,7 @@ def takes_low_rank(x: Tensor, weight: GpuWeight, norm: RmsNorm | None, activatio
     if isinstance(weight, RowWeight):
         is_plain &= norm is None or weight.is_normed
     else:
-        is_plain &= isinstance(weight, PackedWeight) and (rows <= NEVER_ROUNDED or not weight.rounds_rows)
+        is_plain &= isinstance(weight, PackedWeight)
     if activation is None or not is_plain or not x.size or not width:
         return False
     ranks = slots.up.shape[2]
@@ -119,7 +119,8 @@ def takes_low_rank(x: Tensor, weight: GpuWeight, norm: RmsNorm | None, activatio
         epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
         columns = width // 2 if activation else width
         product = _product(weight, rows, columns, x.dtype, epilogue, is_aligned=key[3] == 0)
-        takes = plan(Gpu.of(x.device), weight, product, ranks=ranks).num_shrinking > 0
+        launch = plan(Gpu.of(x.device), weight, product, ranks=ranks).launch
+        takes = launch is not None and launch.num_shrinking > 0
         weight.plans.keep(key, takes)
     return takes
 
@@ -134,14 +135,15 @@ def _riding(
     """The arguments of low-rank sums (`numba_kernels.cuda.adapters.riding`), and the memory that they need."""
     if low_rank is None:
         return (), None
-    assert planned.num_shrinking, "`takes_low_rank` does not hold"
+    num_shrinking = 0 if planned.launch is None else planned.launch.num_shrinking
+    assert num_shrinking, "`takes_low_rank` does not hold"
     slots, rows = low_rank.slots, low_rank.x.shape[0]
     num_slots, _, ranks = slots.up.shape
-    between = Tensor.new((rows, ranks), float32, low_rank.x.device)
+    between = Tensor.new((rows, ranks + 1), float32, low_rank.x.device)
     return (
         low_rank.x.address, low_rank.adapters.address, slots.down.table_address, slots.up.table_address,
         slots.ranges.address, 0 if norm is None else norm.weight.address, between.address, zeros(gpu, 2), ranks,
-        num_slots, slots.ranges.shape[1], planned.num_shrinking,
+        num_slots, slots.ranges.shape[1], num_shrinking,
     ), between  # fmt: skip
 
 

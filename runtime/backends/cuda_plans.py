@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from numba_kernels.cuda import dequantize, dynamic_quantisation, gemm, rounded_norm
-from numba_kernels.cuda.adapters import riding
 from numba_kernels.cuda.experts import gather, hopper, order, packed, packed_gather, tensor_core, tiled
 from numba_kernels.cuda.gemm import Machine
 from numba_kernels.cuda.gemm.hopper_ring import Tile
@@ -53,7 +52,6 @@ class Planned:
         takes_weight_again: whether the launch's last two arguments are the weight's address (`gemm/hopper_bytes.py`).
         takes_maps: whether it is the address of the experts' tensor maps.
         num_squares: sums of squares that the launch leaves for each row of its result, or 0.
-        num_shrinking: blocks of the launch that compute low-rank sums; 0 if it takes none.
     """
 
     launch: Launch | None
@@ -63,7 +61,6 @@ class Planned:
     takes_weight_again: bool = False
     takes_maps: bool = False
     num_squares: int = 0
-    num_shrinking: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +102,14 @@ def plan(
 
 def _with_adapters(planned: Planned, product: gemm.Product, machine: Machine, tier: str, ranks: int) -> Planned:
     """The plan with low-rank sums of so many ranks, if a tier can take them: the planned one, else `skinny`, since
-    launches of the adapters' own take longer than a slower product."""
-    if planned.launch is None or planned.rounding is not None or planned.dequantization is not None:
+    launches of the adapters' own take longer than a slower product. It rounds no rows."""
+    if planned.launch is None or planned.dequantization is not None:
         return planned
     name = planned.launch.specialisation.name
     able = [own for start, own in _ADAPTED.items() if name.startswith(start)]
     for each in [*able, gemm.skinny] if tier == "auto" else able:
         if each.can_take_adapters(product, machine):
-            launch = each.plan(product, machine, ranks)
-            shrinking = riding.shrinking_blocks(product.m, ranks, launch.cluster[0])
-            return replace(planned, launch=launch, num_shrinking=shrinking)
+            return Planned(each.plan(product, machine, ranks))
     return planned
 
 

@@ -25,14 +25,15 @@ class GpuSlots:
         shape: of all slots.
         down: ``[S, R, K]``; a part's ranks begin at a multiple of `low_rank.RANKS_MULTIPLE`.
         up: ``[S, N, R]``.
-        ranges: the kernel's (`numba_kernels.cuda.experts.low_rank`), int32 ``[S, blocks, 2]``.
+        ranges: the kernel's (`numba_kernels.cuda.experts.low_rank`), int32 ``[S, blocks + 1, 2]``; the last entry
+            begins with 1 if the slot has a bias.
     """
 
     def __init__(self, shape: SlotShape, options: LoadOptions) -> None:
         self.shape = shape
         self._rank = _whole(shape.rank)
         ranks = self._rank * len(shape.heights)
-        self._blocks = _low_rank.ranges_of(sum(shape.heights))
+        self._blocks = _low_rank.ranges_of(sum(shape.heights)) + 1
         self.ranges = Tensor.zeros((shape.num_slots, self._blocks, 2), int32, options.device)
         self.ranges.storage.freeze()
         self.down = _zero_experts(shape.num_slots, (ranks, shape.depth), options, has_bias=False)
@@ -56,6 +57,7 @@ class GpuSlots:
                 for block in ranges[first // _low_rank.COLUMNS : _low_rank.ranges_of(first + height)]:
                     block[:] = block[0] if block[1] else own.start, own.start + _whole(len(pair.down))
             first += height
+        ranges[-1, 0] = bias is not None
         self.ranges.storage.thaw()
         self.ranges[slot] = Tensor.from_numpy(ranges).to(self.ranges.device)
         self.ranges.storage.freeze()

@@ -2,14 +2,16 @@
 
     python -m tools.kernel_costs.adapter_costs [--json FILE]
 
-A map's adapters ride on its product's launch (`numba_kernels.cuda.adapters.riding`), so that a step has no launch more.
-They add to each product
+A map's adapters ride on its product's launch (`numba_kernels.cuda.adapters`), so that a step has no launch more. They
+add to each product
 
 - their own bytes, `down` and `up` of each adapter in the batch;
-- the end: an output's sum waits for its factors of `up`, a read of device memory;
-- what shrinking takes beyond the product's time: reads that wait for each other (the adapter, its address, rows of
-  `down`, the counter), each as long as one of device memory under load; and where not all blocks run at once, the time
-  of the multiprocessors that shrink;
+- the end of a block: reads that wait for each other (the counter, the order of rows, the adapter's numbers), together
+  as long as one of device memory under load, and the instructions that expand. Blocks of packed weights that run one
+  after another have an end each; those of 16-bit weights end while others stream;
+- what shrinking takes beyond the product's time, and, where not all blocks run at once, the time of the multiprocessors
+  that shrink. Its reads wait for each other (the adapter, its address, rows of `down`, the counter), each as long as
+  one of device memory under load;
 - another tier of the product where the usual one takes no adapters.
 
 The base of one sequence is `latencies`'; that of more is the tiers' models and a boundary a launch, without attention's
@@ -27,8 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.adapters import riding
-from numba_kernels.cuda.gemm.product import LATENCY_S, Epilogue, Machine, Product, machine_of
+from numba_kernels.cuda.adapters import riding, tiles
+from numba_kernels.cuda.gemm.product import ISSUES_A_SECOND, LATENCY_S, Epilogue, Machine, Product, machine_of
+from numba_kernels.cuda.specialisation import Launch
 from tools.kernel_costs.latencies import BOUNDARY_S, READ_BYTES, STEPS, errors, measured_rows, predicted
 
 LAYERS, RANK, MULTIPROCESSORS = 36, 16, 132
@@ -37,9 +40,11 @@ MAPS = ((6144, 4096, 3, ""), (4096, 4096, 1, ""), (12_288, 4096, 2, "silu"), (40
 WEIGHTS = {"bf16": ("bf16", 0), "int4": ("u4_g32", 1), "fp8": ("e4m3", 2)}
 """How a weight is stored, and its step of one sequence in `STEPS`."""
 SKINNY_ENDS_S = 4.5e-6
-"""A launch of `skinny` and its ends, which its model counts (`skinny_shape`)."""
+"""A launch of `skinny` and its ends, which its model of packed weights counts (`skinny_shape`)."""
 CHAIN = 4
 """Reads of a block that shrinks which wait for each other, besides those of further parts of K."""
+EXPANDING = 170
+"""Instructions with which a warp expands its share of a part, as the emulator counts them (without moves)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Cost:
 def cost(weights: str, sequences: int, adapters: int) -> Cost:
     """The modelled cost of a step whose sequences share so many adapters evenly."""
     (stored, step), machine = WEIGHTS[weights], machine_of("sm_90a", MULTIPROCESSORS)
-    products_s = bytes_s = shrinking_s = tiers_s = 0.0
+    products_s = bytes_s = ends_s = shrinking_s = tiers_s = 0.0
     for outputs, inputs, parts, gate in MAPS:
         product = Product(
             sequences, outputs, inputs, "bf16", stored, "bf16", Epilogue(has_residual=not gate, activation=gate)
@@ -75,17 +80,24 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         launch = gemm.TIERS[tier].plan(product, machine, parts * RANK)
         own_bytes = adapters * 2 * RANK * (parts * inputs + product.weight_rows)
         products_s += usual_s
-        tiers_s += own_s - usual_s
+        tiers_s += max(0.0, own_s - usual_s)
         bytes_s += own_bytes / READ_BYTES
-        blocks, shrink_s = _shrinking(product, parts, adapters, launch.block[1] * launch.block[2])
         beside = MULTIPROCESSORS * (2 if launch.specialisation.min_blocks > 1 else 1)
-        shrinking_s += max(0.0, shrink_s - (own_s - (SKINNY_ENDS_S if tier == "skinny" else 0.0)))
-        shrinking_s += shrink_s * blocks / beside if launch.grid[0] > beside else 0.0
+        rounds = 1 if weights == "bf16" else -(-launch.grid[0] // beside)
+        expanding_s, has_ends = 0.0, tier == "skinny" and weights != "bf16"
+        if tier == "skinny":
+            expanding_s = launch.block[1] * launch.block[2] * EXPANDING * (2 if gate else 1) / ISSUES_A_SECOND
+        ends_s += rounds * (LATENCY_S + expanding_s)
+        shrink_s = _shrinking(product, parts, adapters, launch)
+        shrinking_s += max(0.0, shrink_s - (own_s - (SKINNY_ENDS_S if has_ends else 0.0)))
+        multiplying = launch.grid[0] - launch.num_shrinking
+        if -(-launch.grid[0] // beside) > -(-multiplying // beside):  # they delay others
+            shrinking_s += shrink_s * launch.num_shrinking / beside
     launches = 6 if weights == "bf16" else 8
     base_s = STEPS[step].now_s() / LAYERS if sequences == 1 else products_s + launches * BOUNDARY_S
     return Cost(
-        weights, sequences, adapters, LAYERS * base_s, LAYERS * bytes_s, LAYERS * len(MAPS) * LATENCY_S,
-        LAYERS * shrinking_s, LAYERS * tiers_s,
+        weights, sequences, adapters, LAYERS * base_s, LAYERS * bytes_s, LAYERS * ends_s, LAYERS * shrinking_s,
+        LAYERS * tiers_s,
     )  # fmt: skip
 
 
@@ -96,22 +108,27 @@ def _tier(product: Product, machine: Machine) -> str:
 
 
 def _seconds(product: Product, machine: Machine, tier: str) -> float:
-    """By the models of a tier, or of the fastest, and the least by bytes."""
+    """By the models of a tier that takes adapters, or of the fastest, and the least by bytes."""
     least = product.weight_bytes / READ_BYTES
     both = Product(product.m, product.weight_rows, product.k, product.x, product.weight, product.out)
-    modelled: float = gemm.TIERS[tier or gemm.choose(both, machine)].seconds(both, machine)
+    if tier == "skinny":
+        modelled = gemm.skinny.seconds_with_adapters(product, machine)
+    else:
+        modelled = gemm.TIERS[tier or gemm.choose(both, machine)].seconds(both, machine)
     return max(least, modelled)
 
 
-def _shrinking(product: Product, parts: int, adapters: int, warps: int) -> tuple[int, float]:
-    """The blocks that have something to shrink, and what one takes for all that it does in turn."""
-    rows = riding.rows_at_once(product.m)
+def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> float:
+    """How long the block that shrinks most takes."""
+    is_tiled = launch.specialisation.name.startswith("gemm_skinny")
+    rows = tiles.GROUP if is_tiled else riding.rows_at_once(product.m)
     share = -(-product.m // adapters)
     groups = adapters * -(-share // rows)
-    items = groups * parts * RANK // riding.RANKS
-    blocks = min(riding.shrinking_blocks(product.m, parts * RANK), items)
-    rounds = -(-product.k // (warps * 32 * 8 * (2 if rows == 1 else 1)))
-    return blocks, (CHAIN + -(-items // blocks) * rounds - 1) * LATENCY_S
+    items = groups * -(-parts * RANK // (tiles.RANKS if is_tiled else riding.RANKS))
+    warps = launch.block[1] * launch.block[2]
+    elements = 32 * tiles.steps_in_flight(-(-product.m // 16)) if is_tiled else 32 * 8 * (2 if rows == 1 else 1)
+    rounds = -(-product.k // (warps * elements))
+    return (CHAIN + -(-items // launch.num_shrinking) * rounds - 1) * LATENCY_S
 
 
 def costs() -> Iterator[Cost]:

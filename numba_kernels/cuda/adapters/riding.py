@@ -10,7 +10,7 @@ A block that shrinks takes up to `rows` rows of one adapter and RANKS ranks at a
 once for several numbers; its warps share K. Where more rows and ranks are wanted than blocks, it takes several in turn.
 
 A number of ``between`` is added up in an order of K alone, an output's sum in that of ranks: a row has the same bits
-beside any others. Slots are those of `experts.low_rank`.
+beside any others. Slots are those of `experts.low_rank`. Products of more rows shrink and expand by `tiles`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _WIDTH = 8
 
 ARGUMENT_TYPES = (types.uint64,) * 8 + (types.uint32,) * 4
 """After those of the product: the rows [m, K] before any rounding or reordering; adapters int32 [m]; the addresses of
-each slot's down [R, K], and in ``ups [2, S]`` of its up [N, R] and bias float32 [N] or 0; ``ranges [S, blocks, 2]``
-uint32; the weights of the norm float32 [K], or 0; between; two counters, which are 0 before a launch and after it; R,
-S, blocks of ranges, and blocks that shrink."""
+each slot's down [R, K], and in ``ups [2, S]`` of its up [N, R] and bias float32 [N] or 0; ``ranges [S, blocks + 1, 2]``
+uint32, of which a slot's last entry begins with 1 if it has a bias; the weights of the norm float32 [K], or 0; between,
+float32 [m, R + 1]; two counters, which are 0 before a launch and after it; R, S, entries of a slot's ranges, and blocks
+that shrink."""
 
-_count_up = instruction("red.release.gpu.global.add.u32 [$0], $1;", "", "l r")
+count_up = instruction("red.release.gpu.global.add.u32 [$0], $1;", "", "l r")
 _count_done = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "r", "l r")
 _load_count = instruction("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
 
@@ -63,6 +64,18 @@ def shrinking_blocks(rows: int, ranks: int, cluster: int = 1) -> int:
     return -(-min(rows * -(-ranks // RANKS), _MOST_BLOCKS) // cluster) * cluster
 
 
+@device_function
+def is_adapted(slot, rank, ranges, num_ranges):
+    """Whether an adapter has this rank."""
+    entry, index, found = ranges + uint64(slot) * uint64(num_ranges) * uint64(8), uint32(0), uint32(0)
+    while index < num_ranges:
+        if memory.load_b32(entry) <= rank and rank < memory.load_b32(entry + uint64(4)):
+            found = uint32(1)
+        entry += uint64(8)
+        index = uint32(index + uint32(1))
+    return found
+
+
 @functools.cache
 def shrinker(dtype: str, warps: int, rows: int) -> Any:
     """A device function of one of these blocks, whose rows of 16 bits lie on 16-byte bounds. It takes ``rows`` rows at
@@ -71,17 +84,6 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
     turns = 2 if rows == 1 else 1  # of loads in flight
     num_sums, span = rows * RANKS, uint32(warps * 32 * _WIDTH)  # elements of K that a block reads in a turn
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
-
-    @device_function
-    def is_adapted(slot, rank, ranges, num_ranges):
-        """Whether an adapter has this rank."""
-        entry, index, found = ranges + uint64(slot) * uint64(num_ranges) * uint64(8), uint32(0), uint32(0)
-        while index < num_ranges:
-            if memory.load_b32(entry) <= rank and rank < memory.load_b32(entry + uint64(4)):
-                found = uint32(1)
-            entry += uint64(8)
-            index = uint32(index + uint32(1))
-        return found
 
     @device_function
     def add_products(sums, squares, places, down, position, k, row_bytes, norm):
@@ -189,7 +191,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
             item = uint32(item + num_blocks)
         sync_block()
         if warp == uint32(0) and lane == uint32(0):
-            _count_up(counters, uint32(1))
+            count_up(counters, uint32(1))
 
     return shrink
 
@@ -203,17 +205,14 @@ def wait_for_shrinking(riding):
 
 
 @functools.cache
-def expander(dtype: str, columns: int = 1) -> Any:
-    """A device function ``(row, column, riding) -> the low-rank sums`` of neighbouring columns, 1 or 4, which lie in
-    the same entry of ``ranges``: a number, or a tuple."""
+def expander(dtype: str) -> Any:
+    """A device function ``(row, column, riding) -> the low-rank sum``."""
     load = vector_loader(dtype)
 
     @device_function
-    def expand_all(totals, row, column, riding):
+    def expand(row, column, riding):
         _, adapters, _, ups, ranges, _, between, _, ranks, num_slots, num_ranges, _ = riding
-        slot = memory.load_b32(adapters + uint64(row) * uint64(4))
-        for c in range(columns):
-            totals[c] = float32(0)
+        slot, total = memory.load_b32(adapters + uint64(row) * uint64(4)), float32(0)
         if slot < num_slots:
             entry = ranges + (uint64(slot) * uint64(num_ranges) + uint64(column // uint32(COLUMNS))) * uint64(8)
             rank, end = memory.load_b32(entry), memory.load_b32(entry + uint64(4))
@@ -223,36 +222,19 @@ def expander(dtype: str, columns: int = 1) -> Any:
             place = between + (uint64(row) * uint64(ranks) + uint64(rank)) * uint64(4)
             while rank < end:
                 a, b = memory.load_4xf32(place), memory.load_4xf32(place + uint64(16))
-                for c in range(columns):
-                    factors = load(up + uint64(c) * uint64(ranks) * uint64(2))
-                    for e in range(4):
-                        totals[c] += a[e] * factors[e]
-                    for e in range(4):
-                        totals[c] += b[e] * factors[e + 4]
+                factors = load(up)
+                for e in range(4):
+                    total += a[e] * factors[e]
+                for e in range(4):
+                    total += b[e] * factors[e + 4]
                 up += uint64(16)
                 place += uint64(32)
                 rank = uint32(rank + uint32(8))
             if bias != uint64(0):
-                for c in range(columns):
-                    totals[c] += memory.load_f32(bias + uint64(column + uint32(c)) * uint64(4))
+                total += memory.load_f32(bias + uint64(column) * uint64(4))
+        return total
 
-    if columns == 1:
-
-        @device_function
-        def expand(row, column, riding):
-            totals = cuda.local.array(1, float32)
-            expand_all(totals, row, column, riding)
-            return totals[0]
-
-        return expand
-
-    @device_function
-    def expand_quad(row, column, riding):
-        totals = cuda.local.array(4, float32)
-        expand_all(totals, row, column, riding)
-        return totals[0], totals[1], totals[2], totals[3]
-
-    return expand_quad
+    return expand
 
 
 @device_function

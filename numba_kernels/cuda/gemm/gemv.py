@@ -330,7 +330,7 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
         kernel = ring_kernel(dtype, product.out, rows, activation, takes_adapters=ranks > 0)
         return ring_launch(kernel, machine, blocks, (32, warps, teams), product.k, shrinking)
     kernel = _kernel(dtype, product.out, rows, is_aligned, activation=activation, takes_adapters=ranks > 0)
-    return Launch(kernel, (blocks + shrinking, 1, 1), (32, warps, teams))
+    return Launch(kernel, (blocks + shrinking, 1, 1), (32, warps, teams), num_shrinking=shrinking)
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -13,7 +13,7 @@ from numba_kernels.split_k import SEGMENTS
 
 NOT_PLAIN = "multiplies factors of one type, and gates nothing"
 LATENCY_S = 0.8e-6  # of device memory under load
-_ISSUES_A_SECOND = 2.5 * 1.7e9  # of a multiprocessor that unpacks: four a clock at most; an estimate
+ISSUES_A_SECOND = 2.5 * 1.7e9  # of a multiprocessor that unpacks: four a clock at most; an estimate
 MAX_SIZE = 2**31 - 1  # of m, n and k: kernels count in 32 bits
 
 
@@ -22,7 +22,7 @@ AnyTile = TypeVar("AnyTile")
 
 def unpacking_s(weight_bytes: int, instructions: int, num_multiprocessors: int) -> float:
     """Seconds of unpacking a weight by a loop with so many warp instructions for 4 KB."""
-    return weight_bytes / 4096 * instructions / (num_multiprocessors * _ISSUES_A_SECOND)
+    return weight_bytes / 4096 * instructions / (num_multiprocessors * ISSUES_A_SECOND)
 
 
 @dataclass(frozen=True, slots=True)

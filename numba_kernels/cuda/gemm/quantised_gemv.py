@@ -387,7 +387,7 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
                 takes_adapters=ranks > 0,
             ),
             (min(-(-product.n // columns), machine.num_multiprocessors) + shrinking, 1, 1),
-            (32, RING_WARPS // num_teams, num_teams), shared_bytes,
+            (32, RING_WARPS // num_teams, num_teams), shared_bytes, num_shrinking=shrinking,
         )  # fmt: skip
     columns = ROWS * (num_teams // 2 if activation else num_teams)
     blocks = -(-product.n // columns)
@@ -396,8 +396,9 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
         product.weight, product.out, activation, has_turns=turns > 1, rows=_rows_of(product), takes_adapters=ranks > 0
     )
     return Launch(
-        kernel, (-(-blocks // turns) + shrinking, 1, 1), (32, BLOCK_WARPS // num_teams, num_teams), _rows_bytes(product)
-    )
+        kernel, (-(-blocks // turns) + shrinking, 1, 1), (32, BLOCK_WARPS // num_teams, num_teams),
+        _rows_bytes(product), num_shrinking=shrinking,
+    )  # fmt: skip
 
 
 def specialisations() -> Iterator[Specialisation]:

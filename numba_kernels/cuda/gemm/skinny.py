@@ -31,7 +31,8 @@ rows on. Where blocks form clusters (sm_90 on), those of a cluster share K inste
 and a part of the streams, reads that part of x alone, and finishes some of the elements, whose sums it adds over the
 blocks. The streams and the order of their sums are the same, and so are the bits.
 
-Low-rank sums of adapters may ride on the launch (`riding`), of up to `riding.MAX_ROWS` rows in a block.
+Low-rank sums of adapters may ride on the launch (`riding`, `adapters.tiles`), of up to `riding.MAX_ROWS` rows in a
+block. A 16-bit weight of more than 16 rows then has clusters, too.
 
 Threads: x lanes, y streams, z teams of columns.
 """
@@ -44,7 +45,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.adapters import riding
+from numba_kernels.cuda.adapters import riding, tiles
 from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     DTYPE_PAIRS,
@@ -68,7 +69,9 @@ from numba_kernels.cuda.gemm.skinny_shape import (
     SPILLS_ON,
     TILE_BYTES,
     Shape,
+    can_cluster,
     choose,
+    clustered,
     has_clusters,
     seconds_of,
     settler,
@@ -89,7 +92,7 @@ from numba_kernels.cuda.intrinsics import cluster, memory
 from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_rows_of_tiles
-from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, maximum_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import (
     launch_dependents,
     split_schedule,
@@ -97,7 +100,7 @@ from numba_kernels.cuda.intrinsics.sync import (
     sync_named,
     wait_for_previous_grid,
 )
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
+from numba_kernels.cuda.intrinsics.warp import count_b32, shuffle_xor_f32, sync_warp
 from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -173,8 +176,10 @@ def _kernel(
     if packing is not None and row_tiles == 4:
         steps_apart = (1, 2, 3) if packing.element == "e2m1" else (2,)
     copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
-    shrink = riding.shrinker(dtype, BLOCK_WARPS, riding.rows_at_once(block_rows)) if takes_adapters else None
-    expand, expand_quad = (riding.expander(dtype, count) for count in (1, 4)) if takes_adapters else (None, None)
+    shrink = tiles.shrinker(dtype, BLOCK_WARPS, tiles.steps_in_flight(row_tiles)) if takes_adapters else None
+    num_adapted_parts = 2 if is_gated else 1
+    expand = tiles.expander(dtype) if takes_adapters else None
+    prepare = tiles.preparer(num_adapted_parts) if takes_adapters else None
 
     def copier(first_step: int) -> Any:
         """Copies x of steps that are waited for together, of the group or after it."""
@@ -348,6 +353,18 @@ def _kernel(
         if leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
 
+        staged = uint32(num_streams * uint32(num_stages * stage_bytes))
+        expanded = uint32(shared + maximum_u32(staged, uint32(BLOCK_WARPS * sums_bytes)))
+        expanded_row, of_cluster = (
+            uint32(num_teams * uint32(COLUMNS) + uint32(tiles.PAD)),
+            uint32(num_blocks - uint32(1)),
+        )
+        num_own_tiles = uint32(num_teams * uint32(columns // tiles.TILE) + of_cluster - block) >> count_b32(of_cluster)
+        tiles_of_block = (
+            uint32(first_column + block * uint32(tiles.TILE)), uint32(num_blocks * uint32(tiles.TILE)), num_own_tiles, n
+        )  # fmt: skip
+        if takes_adapters:  # a cluster's blocks take tiles of columns in turn
+            prepare(warp, uint32(BLOCK_WARPS), lane, m, tiles_of_block, added)
         x_words = cuda.local.array(num_x_words, uint32)
         sums = cuda.local.array(num_sums, float32)
         parts = cuda.local.array(num_parts_sums, float32)  # of a slot, without its groups' scales
@@ -367,12 +384,17 @@ def _kernel(
 
         launch_dependents()  # not earlier: the next grid's blocks would take room from this one's
         wait_for_all()
+        if takes_adapters:
+            riding.wait_for_shrinking(added)
+            for part in range(num_adapted_parts):
+                of_part = uint32(expanded + num_teams * uint32(part * columns * 4))
+                expand(
+                    of_part, expanded_row, warp, uint32(BLOCK_WARPS), lane, m, tiles_of_block, uint32(part), added
+                )  # fmt: skip
         if not leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
         sync_block()
         store_sums(uint32(shared + (team * num_streams + rank) * uint32(sums_bytes)), sums, g, t)
-        if takes_adapters:
-            riding.wait_for_shrinking(added)
         if has_clusters:
             cluster.release_shared()
             cluster.arrive_relaxed()
@@ -395,6 +417,12 @@ def _kernel(
             if is_gated:
                 at_up = uint32(at_row + (((place + uint32(columns)) ^ flip) << uint32(2)))
             column, total = uint32(first_column + inside), float32(0.0)
+            tile, owner, low, low_up = inside // uint32(tiles.TILE), uint32(0), uint32(0), uint32(0)
+            if takes_adapters:
+                owner = tile & of_cluster
+                tile = uint32((tile >> count_b32(of_cluster)) * uint32(tiles.TILE) + (inside & uint32(tiles.TILE - 1)))
+                low = uint32(expanded + uint32(row * expanded_row + tile) * uint32(4))
+                low_up = uint32(low + num_teams * uint32(columns * 4))
             if item < num_items and column < n:
                 scale = load_scale(uint32(scales + row * uint32(4)))
                 if in_quads:
@@ -403,25 +431,25 @@ def _kernel(
                         ups = sum_quads(at_up, num_streams, num_blocks)
                         ups = scale_columns(ups, weight, n, k, uint32(column + n))
                         if takes_adapters:
-                            values = add_quads(scale_quad(values, scale), expand_quad(row, column, added))
-                            ups = add_quads(scale_quad(ups, scale), expand_quad(row, uint32(column + n), added))
+                            values = add_quads(scale_quad(values, scale), load_quad_of(low, owner))
+                            ups = add_quads(scale_quad(ups, scale), load_quad_of(low_up, owner))
                             scale = float32(1.0)
                         values = gate_quad(values, ups, scale)
                     else:
                         values = scale_quad(values, scale)
                         if takes_adapters:
-                            values = add_quads(values, expand_quad(row, column, added))
+                            values = add_quads(values, load_quad_of(low, owner))
                     total = finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
                 else:
                     value = scale_column(sum_elements(at, num_streams, num_blocks), weight, n, k, column)
                     value = scale_element(value, scale)
                     if takes_adapters:
-                        value += expand(row, column, added)
+                        value += load_sum_of(low, owner)
                     if is_gated:
                         up = sum_elements(at_up, num_streams, num_blocks)
                         up = scale_element(scale_column(up, weight, n, k, uint32(column + n)), scale)
                         if takes_adapters:
-                            up += expand(row, uint32(column + n), added)
+                            up += load_sum_of(low_up, owner)
                         value = gated(value, up)
                     finish(bias, bias_is_f32, residual, out, n, row, column, value)
             if not is_gated and squares != uint64(0):
@@ -510,19 +538,30 @@ def can_take_adapters(product: Product, machine: Machine) -> bool:
     kernel for any number of rows."""
     if why_not(product, machine) or product.exact or product.out != product.x or product.m > riding.MAX_ROWS:
         return False
-    return machine.arch not in SPILLS_ON and bool(_shapes_with_adapters(product, machine))
+    return machine.arch not in SPILLS_ON and _shape_with_adapters(product, machine) is not None
 
 
-def _shapes_with_adapters(product: Product, machine: Machine) -> list[Shape]:
-    """Shapes of which a block has all rows."""
-    return [shape for shape in shapes(product, machine) if shape.row_blocks(product) == 1]
+def _shape_with_adapters(product: Product, machine: Machine) -> Shape | None:
+    """The fastest of which a block has all rows. Adapters are worth clusters to 16-bit weights of more than 16 rows,
+    too: `hopper`, which multiplies such rows faster than blocks that each read all of x, takes no adapters."""
+    able = [shape for shape in shapes(product, machine) if shape.row_blocks(product) == 1]
+    if packing_of(product.weight) is None and product.m > 16 and can_cluster(machine):
+        able += [clustered(product, machine, shape) for shape in able]
+    return min(able, key=functools.partial(seconds_of, product, machine), default=None)
+
+
+def seconds_with_adapters(product: Product, machine: Machine) -> float:
+    """The same for a product that can take adapters."""
+    shape = _shape_with_adapters(product, machine)
+    assert shape is not None
+    return seconds_of(product, machine, shape)
 
 
 def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
     shape = choose(product, machine)
-    if ranks and shape.row_blocks(product) > 1:
-        shape = min(_shapes_with_adapters(product, machine), key=functools.partial(seconds_of, product, machine))
+    if ranks:
+        shape = _shape_with_adapters(product, machine) or shape
     return plan_shape(product, machine, shape, ranks)
 
 
@@ -533,16 +572,21 @@ def plan_shape(product: Product, machine: Machine, shape: Shape, ranks: int = 0)
     a free one and leave others idle: a step of Qwen3-8B with 8 sequences took an H200 6.75 ms so, and 4.84 where no
     kernel starts before the previous one has ended (docs/measurements, 2026-11-26, the evening).
     """
-    is_clustered, num_streams = has_clusters(product, machine), shape.num_streams // shape.num_blocks
+    is_clustered = has_clusters(product, machine) or shape.num_blocks > 1
+    num_streams = shape.num_streams // shape.num_blocks
     kernel = _kernel(
         product.x, product.weight, product.out, shape.row_tiles, product.epilogue.activation, is_clustered, ranks > 0
     )
-    shrinking = riding.shrinking_blocks(product.m, ranks, shape.num_blocks)
+    blocks, teams = shape.columns(product) * shape.num_blocks, BLOCK_WARPS // num_streams
+    memory_bytes = shared_bytes(product.weight, shape.row_tiles, num_streams, has_clusters=is_clustered)
+    shrinking = 0
+    if ranks:
+        memory_bytes += tiles.expanded_bytes(16 * shape.row_tiles, COLUMNS * teams)
+        at_once = machine.num_multiprocessors * kernel.min_blocks
+        shrinking = tiles.shrinking_blocks(product.m, ranks, -blocks % at_once, shape.num_blocks)
     return Launch(
-        kernel, (shape.columns(product) * shape.num_blocks + shrinking, shape.row_blocks(product), 1),
-        (32, num_streams, BLOCK_WARPS // num_streams),
-        shared_bytes=shared_bytes(product.weight, shape.row_tiles, num_streams, has_clusters=is_clustered),
-        cluster=(shape.num_blocks, 1, 1), starts_late=shape.row_tiles == 1,
+        kernel, (blocks + shrinking, shape.row_blocks(product), 1), (32, num_streams, teams), memory_bytes,
+        cluster=(shape.num_blocks, 1, 1), starts_late=shape.row_tiles == 1, num_shrinking=shrinking,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numba import types
@@ -155,7 +155,12 @@ def split(n: int, k: int, weight: str = "") -> int:
 
 def has_clusters(product: Product, machine: Machine) -> bool:
     """Whether blocks of its kernel meet in clusters: those of packed weights, where the GPU has clusters."""
-    return packing_of(product.weight) is not None and int(machine.arch.rstrip("af")[3:]) >= 90
+    return packing_of(product.weight) is not None and can_cluster(machine)
+
+
+def can_cluster(machine: Machine) -> bool:
+    """Whether the GPU has clusters."""
+    return int(machine.arch.rstrip("af")[3:]) >= 90
 
 
 def shapes(product: Product, machine: Machine) -> list[Shape]:
@@ -172,8 +177,13 @@ def shapes(product: Product, machine: Machine) -> list[Shape]:
     found = []
     for tiles in fitting:
         for num_streams in _streams(product) if tiles <= most else ():
-            found.append(Shape(tiles, num_streams, _cluster_blocks(product, machine, tiles, num_streams)))
+            found.append(clustered(product, machine, Shape(tiles, num_streams)))
     return found
+
+
+def clustered(product: Product, machine: Machine, shape: Shape) -> Shape:
+    """The shape with as many blocks of a cluster as serve it best."""
+    return replace(shape, num_blocks=_cluster_blocks(product, machine, shape.row_tiles, shape.num_streams))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -239,7 +249,7 @@ def _least_s(product: Product, machine: Machine, shape: Shape) -> float:
     packing = packing_of(product.weight)
     if packing is None:
         latency = LATENCY_S * product.weight_bytes * row_blocks / (column_blocks * _BYTES_UNDER_WAY)
-        return max(work, read, latency)
+        return (_MEETING_S if shape.num_blocks > 1 else 0.0) + max(work, read, latency)
     # Unpacking shares the instructions' issue with the products.
     work = work / _PACKED_EFFICIENCY if row_blocks > 1 else work
     issued = unpacking_s(product.weight_bytes * row_blocks, unpacking(product.weight), machine.num_multiprocessors)

@@ -28,6 +28,7 @@ _LOADS = {
     # are needed soon.
     "stream": "ld.global.nc.L1::no_allocate.L2::256B",
     "stream_early": "ld.global.L1::no_allocate.L2::256B",
+    "global": "ld.global",
     "shared": "ld.shared",
 }
 _MATRIX_LOADS = {
@@ -49,14 +50,14 @@ def load_all(how: str, plan: tuple[tuple[int, int, int], ...], count: int = 4) -
 
     Args:
         how: "stream": read-only global memory, past the first-level cache; "stream_early": the same before
-            `wait_for_previous_grid`, after which ptxas moves .nc loads; "shared"; "matrix" and "matrix_transposed":
-            `ldmatrix`.
+            `wait_for_previous_grid`, after which ptxas moves .nc loads; "global"; "shared"; "matrix" and
+            "matrix_transposed": `ldmatrix`.
         plan: (first of `count` elements of `words`, element of `addresses`, bytes to add).
         count: 1, 2 or 4; of matrices 4.
 
     `words` are uint32; `addresses` uint64 for global memory, else uint32.
     """
-    address_type, letter = (_LONG, "l") if how.startswith("stream") else (_WORD, "r")
+    address_type, letter = (_LONG, "l") if how.startswith(("stream", "global")) else (_WORD, "r")
     kind, results = _RESULTS[count]
     text = f"{_MATRIX_LOADS.get(how) or f'{_LOADS[how]}.{kind}'} {results}, [${count}];"
     returned = _WORD if count == 1 else ir.LiteralStructType([_WORD] * count)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.quantized.on_load import HEAD, ROUNDINGS
+from numba_kernels.cuda.gemm import skinny
 from runtime import ops
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float32
@@ -19,7 +20,7 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantise import quantise
-from runtime.linear.quantized import QuantizedMatrix
+from runtime.linear.quantized import ActivationScheme, QuantizedMatrix
 from runtime.tensor.tensor import Tensor
 
 BF16 = ml_dtypes.bfloat16
@@ -31,10 +32,13 @@ def _rounded(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.nd
 
 
 def quantised(kind: str, matrix: np.ndarray[Any, Any]) -> QuantizedMatrix:
-    """A matrix rounded by a kind of `ROUNDINGS`, to int8, or to int4 with zeros or in an order of its own."""
+    """A matrix rounded by a kind of `ROUNDINGS`, to int8, to fp8 for rows that are rounded, too, or to int4 with zeros
+    or in an order of its own."""
     if kind == "int8":
         return quantise(matrix, HEAD)
-    plain = quantise(matrix, ROUNDINGS.get(kind, ROUNDINGS["int4"]))
+    plain = quantise(matrix, ROUNDINGS.get(kind, ROUNDINGS["fp8" if kind == "rows" else "int4"]))
+    if kind == "rows":
+        return replace(plain, layout=replace(plain.layout, activation=ActivationScheme("fp8")))
     rng = np.random.default_rng(1)
     if kind == "zeros":
         zeros = rng.integers(6, 11, plain.scales.shape, np.uint8)
@@ -55,6 +59,7 @@ _EXHAUSTIVE = [
     ("sm_90a", "order", False, "silu", 8), ("sm_90a", "", True, "", 3), ("sm_90a", "", True, "silu", 32),
     ("sm_90a", "int4", True, "silu", 32), ("sm_90a", "int8", False, "", 16), ("sm_90a", "fp8", False, "silu", 8),
     ("sm_90a", "mxfp4", False, "", 24), ("sm_80", "", False, "", 20), ("sm_80", "int4", False, "silu", 8),
+    ("sm_90a", "rows", True, "", 24),
 ]  # fmt: skip
 
 
@@ -84,6 +89,7 @@ def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: s
     if rounding:
         rounded = quantised(rounding, matrix.astype(np.float32))
         weight: Any = prepare_packed([MatrixPart(rounded, slice(None), slice(None))], None, options, None)
+        assert weight.rounds_rows == ("rows" if rounding == "rows" else "")
         matrix = rounded.dequantise(float32)
     else:
         weight = ops.prepare_linear(Tensor.from_numpy(matrix), None, options, norm=norm)
@@ -134,3 +140,23 @@ def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: s
         ids = [0, 0, 2, *[1] * (few - 3)][:few]
         for others in ([1, 0] * 16, [-1] * 32):
             np.testing.assert_array_equal(found(ids), found([*ids, *others][:many])[:few])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("rounding", "activation", "num_rows", "num_blocks"), [("", "", 32, 4), ("int4", "silu", 32, 2), ("fp8", "", 32, 2)]
+)
+def test_equals_float64_in_clusters(
+    monkeypatch: pytest.MonkeyPatch, rounding: str, activation: str, num_rows: int, num_blocks: int
+) -> None:
+    """Blocks that share K expand tiles in turn; only larger products choose them."""
+    chosen = skinny._shape_with_adapters
+
+    def shape(product: skinny.Product, machine: skinny.Machine) -> skinny.Shape:
+        found = chosen(product, machine)
+        assert found is not None
+        assert found.num_blocks == 1 < num_blocks <= found.num_streams
+        return replace(found, num_blocks=num_blocks)
+
+    monkeypatch.setattr(skinny, "_shape_with_adapters", shape)
+    test_equals_float64("sm_90a", rounding, not rounding, activation, num_rows)

@@ -286,4 +286,5 @@ def ring_launch(
     """A launch over tiles of columns, with a ring that fits (`ring_stages`), after so many blocks that shrink."""
     rows = int(kernel.constants["rows"])
     shared_bytes = ring_stages(machine, k, rows, takes_adapters=shrinking > 0) * RING_BYTES + 2 * rows * k
-    return Launch(kernel, (min(tiles, machine.num_multiprocessors) + shrinking, 1, 1), block, shared_bytes)
+    blocks = min(tiles, machine.num_multiprocessors) + shrinking
+    return Launch(kernel, (blocks, 1, 1), block, shared_bytes, num_shrinking=shrinking)
