@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 41_782,
+    "numba_kernels": 42_282,
     "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_588,
-    "runtime/linear": 3_448,
+    "runtime/backends": 3_585,
+    "runtime/linear": 3_450,
     "runtime/kv": 1_931,
     "runtime/engine": 28_687,
     "runtime/text": 7_342,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_451,
     "server": 23_507,
     "tokenizer": 7_628,
-    "tools": 20_413,
+    "tools": 20_430,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_996
+MOST_WORDS = 39_991
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

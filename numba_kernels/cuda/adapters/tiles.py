@@ -69,7 +69,7 @@ def shrinking_blocks(rows: int, ranks: int, idle: int, cluster: int) -> int:
 
 def steps_in_flight(row_tiles: int) -> int:
     """Steps of K that a warp has in flight: kernels of 16 rows have half of a multiprocessor's registers."""
-    return 2 if row_tiles == 1 else 8
+    return 3 if row_tiles == 1 else 8
 
 
 def shrinking_bytes(warps: int) -> int:
@@ -97,10 +97,24 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
     halves, load_weights, stride = _HALVES[dtype], floats_loader(8), warps * _STEP
     pack, unpack, norm_factor = halves.pack, halves.unpack, halves.norm_factor
 
+    def products(step: int, first_word: int) -> list[Any]:
+        """A step's, whose words of x begin there; its sums are two of four chains."""
+        return [
+            (
+                8 * (step % 2) + 4 * q,
+                (8 * step + 2 * q, 8 * step + 4 + 2 * q, 8 * step + 2 * q + 1, 8 * step + 5 + 2 * q),
+                (first_word + 2 * q, first_word + 2 * q + 1),
+            )
+            for q in range(2)
+        ]  # fmt: skip
+
     def normaliser(step: int) -> Any:
+        """A step of x times the norm's weights, rounded, and products of what rounding leaves."""
+        multiply = multiply_all(dtype, tuple(products(step, 0)))
+
         @device_function
         def normalise(state):
-            _, squares, _, rows, lows, _, norm_place = state
+            sums, squares, down, rows, lows, _, norm_place = state
             weights = load_weights(norm_place + uint64(4 * stride * step))
             for w in range(4):
                 a, b = unpack(rows[4 * step + w])
@@ -110,7 +124,8 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
                 b *= weights[2 * w + 1] * float32(norm_factor)
                 word = pack(a, b)
                 high_a, high_b = unpack(word)
-                rows[4 * step + w], lows[4 * step + w] = word, pack(a - high_a, b - high_b)
+                rows[4 * step + w], lows[w] = word, pack(a - high_a, b - high_b)
+            multiply(sums, down, lows)
 
         return normalise
 
@@ -118,21 +133,12 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
         """``count`` steps: both factors from device memory, then their products, in four chains of sums."""
         load = load_all("global", tuple((8 * i + 4 * h, h, 2 * stride * i) for i in range(count) for h in range(2)))
         load_rows = load_all("global", tuple((4 * i, 2, 2 * stride * i) for i in range(count)))
-        multiply = multiply_all(
-            dtype,
-            tuple(
-                (
-                    8 * (i % 2) + 4 * q, (8 * i + 2 * q, 8 * i + 4 + 2 * q, 8 * i + 2 * q + 1, 8 * i + 5 + 2 * q),
-                    (4 * i + 2 * q, 4 * i + 2 * q + 1),
-                )
-                for i in range(count) for q in range(2)
-            ),
-        )  # fmt: skip
+        multiply = multiply_all(dtype, tuple(each for i in range(count) for each in products(i, 4 * i)))
         normalise = in_turn([normaliser(i) for i in range(count)])
 
         @device_function
         def take(state, is_there):
-            sums, _, down, rows, lows, places, norm_place = state
+            sums, _, down, rows, _, places, norm_place = state
             load(down, places)
             load_rows(rows, places)
             if is_last:
@@ -140,7 +146,6 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
                     rows[i] = rows[i] if is_there else uint32(0)
             if norm_place != uint64(0):
                 normalise(state)
-                multiply(sums, down, lows)
             multiply(sums, down, rows)
 
         return take
@@ -151,7 +156,7 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
     @device_function
     def add_k(sums, squares, down_rows, x_row, norm, warp, t, k):
         down, rows = cuda.local.array(num_down, uint32), cuda.local.array(num_words, uint32)
-        lows, places = cuda.local.array(num_words, uint32), cuda.local.array(3, uint64)
+        lows, places = cuda.local.array(4, uint32), cuda.local.array(3, uint64)
         step, norm_place = uint32(warp * uint32(_STEP)), norm  # all lanes' at once, for `mma.sync`
         while step < k:
             at, is_whole = uint32(step + t * uint32(8)), uint32(step + uint32((steps - 1) * stride + _STEP)) <= k
