@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_585,
     "runtime/linear": 3_450,
     "runtime/kv": 1_931,
-    "runtime/engine": 28_687,
+    "runtime/engine": 28_688,
     "runtime/text": 7_342,
     "runtime/llm": 1_952,
     "runtime/parallel": 2_867,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 12_186,
     "runtime": 3_762,
     "models": 20_451,
-    "server": 23_507,
+    "server": 23_518,
     "tokenizer": 7_628,
     "tools": 20_430,
 }

@@ -172,8 +172,8 @@ def completion_prompts(service: Service, request: CompletionRequest) -> list[lis
         return service.tokenizer.encode(text, add_special_tokens=adds)
 
     return [
-        _cut(service, ids, most, num_reserved, "prompt", has_answer=True)
-        for ids in _given_ids(service, request.prompt, "prompt", encode, service.config.max_prompts)
+        _cut(service, ids, most, num_reserved, place, has_answer=True)
+        for place, ids in _given_ids(service, request.prompt, "prompt", encode, service.config.max_prompts)
     ]
 
 
@@ -234,7 +234,7 @@ def embedding_inputs(service: Service, request: EmbeddingRequest) -> list[list[i
     if request.prompt_name and not are_texts(request.input):
         raise invalid("prompt_name", "prompt_name is for inputs that are texts, not for token ids.")
     given = _given_ids(service, request.input, "input", encode, service.config.max_inputs)
-    return [_cut(service, ids[:room], most, 0, "input", has_answer=False) for ids in given]
+    return [_cut(service, ids[:room], most, 0, place, has_answer=False) for place, ids in given]
 
 
 def embedding_conversation(service: Service, tenant: str | None, request: EmbeddingRequest) -> ConversationPrompt:
@@ -252,8 +252,8 @@ def embedding_conversation(service: Service, tenant: str | None, request: Embedd
 
 def _given_ids(
     service: Service, prompt: Prompt, field: str, encode: Callable[[str], list[int]], most: int
-) -> Iterator[list[int]]:
-    """The ids of each of at most so many prompts of `field`, as given or encoded."""
+) -> Iterator[tuple[str, list[int]]]:
+    """The place and the ids of each of at most so many prompts of `field`, as given or encoded."""
     given: Sequence[str | list[int]]
     if isinstance(prompt, str) or _are_ids(prompt):
         given = [prompt]
@@ -265,13 +265,14 @@ def _given_ids(
         raise invalid(field, f"{field} must have at least one entry.")
     if len(given) > most:
         raise invalid(field, f"{field} must have at most {most} entries, got {len(given)}.")
-    for text_or_ids in given:
+    for number, text_or_ids in enumerate(given):
+        place = f"{field}[{number}]" if len(given) > 1 else field
         if isinstance(text_or_ids, str):
             if service.tokenizer is None:
                 raise invalid(field, f"This model has no tokenizer: {field} must be token ids.")
-            yield encode(text_or_ids)
+            yield place, encode(text_or_ids)
         else:
-            yield text_or_ids
+            yield place, text_or_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from runtime.engine.errors import ContextLengthExceededError
 from runtime.pooling import POOLING_TASKS, activated
 from runtime.text.pooled_texts import check_cut, pair_of
-from server.errors import engine_errors, invalid
+from server.errors import engine_errors, in_own_names, invalid
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.schema import EmbeddingRequest
 from server.requests.answering import answered
@@ -170,8 +170,9 @@ def _prepare_scores(service: Service, body: Body) -> AskedEmbeddings:
         return ScoreAnswer(id=new_id("score"), **_common(prepared), data=data)
 
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
-    names = ("queries" if asked.text_1 is None else "text_1", "documents" if asked.text_2 is None else "text_2")
-    return _ranking(service, body.exchange.tenant, asked.model, pairs, names, asked.truncate_prompt_tokens, answer)
+    return _ranking(
+        service, body.exchange.tenant, asked.model, pairs, _names(asked), asked.truncate_prompt_tokens, answer
+    )
 
 
 def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
@@ -181,11 +182,13 @@ def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
         raise invalid("parameters", "parameters must be empty: its fields are not built.", "unsupported_parameter")
     if asked.inputs is None:
         first, second = _pairs(asked)
+        names = _names(asked)
     else:
         for name in ("text_1", "text_2", "queries", "documents"):
             if getattr(asked, name) is not None:
                 raise invalid(name, f"{name} is sent without inputs.", "unsupported_parameter")
         first, second = [asked.inputs.source_sentence], asked.inputs.sentences
+        names = "inputs.source_sentence", "inputs.sentences"
 
     def answer(prepared: AskedEmbeddings, vectors: list[Vector]) -> ScoreAnswer | list[float]:
         lefts, rights = vectors[: len(first)], vectors[len(first) :]
@@ -199,8 +202,15 @@ def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
         model=asked.model, input=[*first, *second], pooling=asked.pooling,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
     )  # fmt: skip
-    field = "text_2" if asked.inputs is None else "inputs"
-    return prepare_embeddings(service, given, answer, body.exchange.tenant, field)
+    places = [f"{name}[{number}]" if len(texts) > 1 else name
+              for name, texts in zip(names, (first, second), strict=True) for number in range(len(texts))]  # fmt: skip
+    with in_own_names({f"input[{number}]": place for number, place in enumerate(places)}):
+        return prepare_embeddings(service, given, answer, body.exchange.tenant)
+
+
+def _names(asked: PairsRequest) -> tuple[str, str]:
+    """The names under which the request has a pair's texts."""
+    return "queries" if asked.text_1 is None else "text_1", "documents" if asked.text_2 is None else "text_2"
 
 
 def _pairs(asked: PairsRequest) -> tuple[list[str], list[str]]:

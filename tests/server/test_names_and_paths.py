@@ -139,6 +139,22 @@ def test_an_overflow_is_told_in_openais_words(served: Served) -> None:
         served.openai.chat.completions.create(model="fake-model", messages=[{"role": "user", "content": text}])
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/embeddings", "input"), ("/v1/completions", "prompt"), ("/embed", "inputs"), ("/api/embed", "input")],
+)
+def test_the_one_of_several_texts_that_is_wrong_is_named(served: Served, path: str, field: str) -> None:
+    given: list[list[Any]] = [["a", "x" * 1000, "b"]]
+    options: dict[str, Any] = {"model": "fake-model", "truncate": False}
+    if path.startswith("/v1"):
+        options = {}
+        given.append([[1], [10**6], [2]])
+    for texts in given:
+        answer = served.http.post(path, json={field: texts, **options})
+        assert answer.status_code in (400, 413, 422), answer.text
+        assert f"{field}[1] has " in answer.text
+
+
 def test_the_limit_that_is_told_is_the_one_that_holds(served: Served) -> None:
     for n in (MAX_N + 1, 1024, 1025, 10**6):
         error = served.http.post("/v1/completions", json={"prompt": "a", "n": n}).json()["error"]

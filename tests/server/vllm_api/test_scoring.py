@@ -64,7 +64,7 @@ def test_ranking(ranking: Real, path: str) -> None:
         ("/v2/rerank", {"query": "fox " * 100, "documents": ["x"]}, "query"),
         ("/score", {"text_1": ["x", "fox " * 100], "text_2": ["x", "x"]}, "text_1"),
         ("/score", {"queries": "fox " * 100, "documents": "x"}, "queries"),
-        ("/score", {"queries": "x", "documents": ["x", "fox " * 100]}, "documents"),
+        ("/score", {"queries": "x", "documents": ["x", "fox " * 100]}, "documents[1]"),
         ("/score", {"text_1": "fox " * 40, "text_2": "fox " * 40}, "text_2"),
     ],
 )
@@ -80,7 +80,7 @@ def test_long_documents(ranking: Real) -> None:
     refused = ranking.http.post("/rerank", json=body)
     assert refused.status_code == 400
     assert "maximum context length is 64 tokens" in refused.json()["error"]["message"]
-    assert refused.json()["error"]["param"] == "documents"
+    assert refused.json()["error"]["param"] == "documents[0]"
     cut = ranking.http.post("/rerank", json={**body, "truncate_prompt_tokens": -1}).json()
     assert len(cut["results"]) == 2
     cohere = ranking.http.post("/v2/rerank", json={**body, "model": ranking.model}).json()
