@@ -772,12 +772,6 @@ class EngineConfig(SchedulingConfig):
         name = self._handing_option
         if not self.enable_prefix_caching:
             raise RequestError(f"{name} needs enable_prefix_caching", param=name)
-        if self.num_ranks > 1:
-            raise RequestError(
-                f"{name} is {getattr(self, name)!r}: pages of {self.num_ranks} ranks are not handed over; leave out "
-                f"{self._split_by} or {name}",
-                param=name,
-            )
 
     @property
     def hands_over(self) -> bool:

@@ -16,8 +16,10 @@ from runtime.engine.process.wire import error_of
 from runtime.engine.ranks.group import END_S, UNREAD_BYTES, RankGroup
 from runtime.engine.ranks.messages import (
     ChangeMemory,
+    CopyPages,
     DropEncoded,
     Encode,
+    FillPages,
     Logits,
     Masks,
     MemoryChange,
@@ -178,6 +180,24 @@ class ParallelExecutor:
             if each.problem is not None:
                 raise error_of(each.problem)
 
+    def copy_pages(self, message: CopyPages, work: Callable[[], T]) -> tuple[T, list[bytes]]:
+        """Copy blocks on all ranks; the result on this one, and the others' bytes."""
+        own = self.together(message, work)
+        try:
+            return own, self.ranks.wait_copied()
+        except Exception as error:
+            raise self.lost(error) from error
+
+    def fill_pages(self, messages: Sequence[FillPages], work: Callable[[], None]) -> None:
+        """Write blocks on all ranks: each of the others gets its own message."""
+        self.finish_own()
+        self._check_alive()
+        self.ranks.send_each([frame(each) for each in messages])
+        try:
+            work()
+        except Exception as error:
+            raise self.lost(error) from error
+
     def can_overlap(self, step: StepInput) -> bool:
         return self.local.can_overlap(step)
 
@@ -253,9 +273,12 @@ class ParallelExecutor:
         self._tell(frame(step_message(step, before, has_masks=has_masks)))
 
     def _tell(self, data: bytearray) -> None:
+        self._check_alive()
+        self.ranks.send_frame(data)
+
+    def _check_alive(self) -> None:
         if self.ranks.communicator.is_aborted:
             raise ExecutorLostError(f"the ranks have given up: {self.ranks.communicator.last_words()}")
-        self.ranks.send_frame(data)
 
     def lost(self, error: Exception) -> ExecutorLostError:
         """The error for all ranks after one on this rank, with the others' reasons."""

@@ -35,6 +35,7 @@ from runtime.engine.ranks.messages import (
     FromRank,
     Load,
     Loaded,
+    PagesCopied,
     ToRank,
     WeightsRead,
     frame,
@@ -122,7 +123,7 @@ UNREAD_BYTES = 1 << 16
 LOOK_S = 0.1
 """Seconds between checks for aborted ranks while waiting for one."""
 
-Answer = TypeVar("Answer", Loaded, Allocated, Drew, WeightsRead)
+Answer = TypeVar("Answer", Loaded, Allocated, Drew, WeightsRead, PagesCopied)
 
 
 class RankGroup:
@@ -131,6 +132,7 @@ class RankGroup:
     The processors are divided among the ranks; this process keeps to its number of threads.
 
     communicator  rank 0's
+    page_bytes    by rank from 1 on, and by pool: the bytes of each plane's page
     """
 
     def __init__(self, folder: Path, config: EngineConfig, remote: Sequence[RemoteRank] = ()) -> None:
@@ -146,6 +148,7 @@ class RankGroup:
         memory = new_memory(device, self.shape)
         self._joining = device, unique_ids
         self._ranks: list[_Rank] = []
+        self.page_bytes: list[list[list[int]]] = []
         try:
             pool.limit_threads(threads)
             for rank in range(1, num_ranks):
@@ -205,12 +208,20 @@ class RankGroup:
     def allocate(self, limits: EngineLimits, vocab_size: int) -> None:
         """Has all allocate their pages, and waits. Raises as `wait_loaded`."""
         self.send(Allocate(limits, vocab_size))
-        for rank in self._ranks:
-            rank.wait_for(Allocated)
+        self.page_bytes = [rank.wait_for(Allocated).page_bytes for rank in self._ranks]
 
     def wait_read(self) -> list[WeightsRead]:
         """Waits until all have read weights, or failed to. Raises CommunicatorError."""
         return [rank.wait_for(WeightsRead) for rank in self._ranks]
+
+    def wait_copied(self) -> list[bytes]:
+        """Waits until all have copied pages. Raises CommunicatorError."""
+        return [rank.wait_for(PagesCopied).data for rank in self._ranks]
+
+    def send_each(self, frames: Sequence[bytearray]) -> None:
+        """Sends each its own frame, as `send_frame` does."""
+        for rank, data in zip(self._ranks, frames, strict=True):
+            rank.send(data)
 
     def send(self, message: ToRank) -> None:
         """Sends a message to all. One for a rank that has ended is dropped: the next collective fails."""
@@ -301,20 +312,25 @@ class _Rank:
         self.wait_for(Loaded)
 
     def wait_for(self, kind: type[Answer]) -> Answer:
+        is_running = kind in (Drew, PagesCopied)
         with self._condition:
-            while not self._answers and not self._has_ended:
+            while (place := self._place_of(kind)) is None and not self._has_ended:
                 self._condition.wait(LOOK_S)
                 communicator = self._communicator
-                is_lost = kind is Drew and communicator is not None and communicator.is_aborted
-                if not self._answers and communicator is not None and is_lost:
+                if self._place_of(kind) is None and is_running and communicator is not None and communicator.is_aborted:
                     raise CommunicatorError(f"the ranks have given up: {communicator.last_words()}")
-            if not self._answers:
-                raise CommunicatorError(f"rank {self._rank} ended{'' if kind is Drew else ' before it was ready'}")
-            answer = self._answers.pop(0)
+            if place is None:
+                raise CommunicatorError(f"rank {self._rank} ended{'' if is_running else ' before it was ready'}")
+            answer = self._answers.pop(place)
         if isinstance(answer, Failed):
             raise error_of(answer.problem)
         assert isinstance(answer, kind), answer
         return answer
+
+    def _place_of(self, kind: type[Answer]) -> int | None:
+        """The place of the next answer, before which may be draws of open steps. The condition is held."""
+        passes = (each for each, answer in enumerate(self._answers) if kind is Drew or not isinstance(answer, Drew))
+        return next(passes, None)
 
     def expect_end(self) -> None:
         self._is_closed = True

@@ -144,6 +144,22 @@ class ChangeMemory(msgspec.Struct, frozen=True, tag=True):
     what: MemoryChange
 
 
+class CopyPages(msgspec.Struct, frozen=True, tag=True):
+    """Copy these blocks of a pool; answered by ``PagesCopied``."""
+
+    pool: int
+    block_ids: list[int]
+
+
+class FillPages(msgspec.Struct, frozen=True, tag=True):
+    """Write blocks from ``block_id`` on: ``data`` has this rank's planes, one after another."""
+
+    pool: int
+    block_id: int
+    num_blocks: int
+    data: bytes
+
+
 class StartPass(msgspec.Struct, frozen=True, tag=True):
     """See ``Executor.pooling_pass``; it replaces the previous one."""
 
@@ -180,6 +196,8 @@ ToRank = (
     | ReadWeights
     | ReloadWeights
     | ChangeMemory
+    | CopyPages
+    | FillPages
     | StartPass
     | RunPass
     | Logits
@@ -212,7 +230,9 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """The pages are allocated."""
+    """The pages are allocated; by pool, the bytes of each of this rank's planes."""
+
+    page_bytes: list[list[int]]
 
 
 class Drew(msgspec.Struct, frozen=True, tag=True):
@@ -228,13 +248,19 @@ class WeightsRead(msgspec.Struct, frozen=True, tag=True):
     problem: Problem | None = None
 
 
+class PagesCopied(msgspec.Struct, frozen=True, tag=True):
+    """This rank's planes of the wanted blocks, one after another."""
+
+    data: bytes
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The last message of a rank that has failed."""
 
     problem: Problem
 
 
-FromRank = Loaded | Allocated | Drew | WeightsRead | Failed
+FromRank = Loaded | Allocated | Drew | WeightsRead | PagesCopied | Failed
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=from_array)
 DECODER: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=to_array)

@@ -19,9 +19,11 @@ from runtime.engine.ranks.messages import (
     Allocate,
     Allocated,
     ChangeMemory,
+    CopyPages,
     Drew,
     DropEncoded,
     Encode,
+    FillPages,
     Inbox,
     Load,
     Loaded,
@@ -29,6 +31,7 @@ from runtime.engine.ranks.messages import (
     Masks,
     MemoryChange,
     Note,
+    PagesCopied,
     ReadWeights,
     Record,
     ReloadWeights,
@@ -40,10 +43,12 @@ from runtime.engine.ranks.messages import (
     WriteAdapter,
     frame,
 )
+from runtime.engine.ranks.pages import told_planes, write_pages
 from runtime.engine.steps.executor import Computation, SidePass, UnsupportedStepError
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import XservError
+from runtime.kv.page_bytes import PageBytes
 from runtime.linear.adapter_pairs import Change, Pair, Rows
 
 LEAD_S = 0.005
@@ -68,6 +73,8 @@ class RankProcess:
 
     def _obey(self) -> NoReturn:
         executor = self._made()
+        pages = PageBytes(executor.kv_cache)
+        self._writer.send(frame(Allocated(pages.page_bytes)))
         pooling_pass: SidePass | None = None
         running: Computation | None = None  # a graph, after which the next step's may be queued
         while True:
@@ -105,6 +112,11 @@ class RankProcess:
                 case ChangeMemory(what):
                     pooling_pass = None  # it has the old model
                     _change(executor, what)
+                case CopyPages(pool, block_ids):
+                    planes = pages.copy_out(pool, block_ids)
+                    self._writer.send(frame(PagesCopied(b"".join(plane.tobytes() for plane in planes))))
+                case FillPages(pool, block_id):
+                    write_pages(pages, pool, block_id, told_planes(message, pages))
                 case StartPass(lengths):
                     pooling_pass = None  # frees its room for the next
                     pooling_pass = executor.pooling_pass(lengths)
@@ -136,9 +148,7 @@ class RankProcess:
         self._writer.send(frame(Loaded(model.weight_bytes, free_memory_bytes(device))))
         allocate = self._inbox.get()
         assert isinstance(allocate, Allocate), allocate
-        executor = executor_over(model, folder, load.config, allocate.limits, allocate.vocab_size, communicator)
-        self._writer.send(frame(Allocated()))
-        return executor
+        return executor_over(model, folder, load.config, allocate.limits, allocate.vocab_size, communicator)
 
     def _started(self, executor: LocalExecutor, step: StepInput, has_masks: bool) -> Computation | None:
         """The running step if another may be queued after it; else None, and it is over."""

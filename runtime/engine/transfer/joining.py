@@ -14,7 +14,9 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.fingerprint import fingerprint, fingerprint_of_source
 from runtime.engine.messages import TransferSettings
-from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
+from runtime.engine.ranks.executor import ParallelExecutor
+from runtime.engine.ranks.pages import RankPages
+from runtime.engine.scheduling.stored_prefixes import BlockBytes, StoredPrefixes
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.transfer.arrivals import Arrivals
 from runtime.engine.transfer.identity import Identity
@@ -35,12 +37,20 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
     """To be called before the first request; `EngineInfo` has the engine's addresses then. Raises `RequestError` if one
     cannot be used."""
     before, executor = engine.scheduler.stored, engine.executor
-    assert isinstance(executor, LocalExecutor), "several ranks are refused by the config"
-    pages = PageBytes(executor.kv_cache) if before is None else before.pages
+    local = executor.local if isinstance(executor, ParallelExecutor) else executor
+    assert isinstance(local, LocalExecutor), "it has pages"
+    pages: BlockBytes
+    if before is not None:
+        pages = before.pages
+    elif isinstance(executor, ParallelExecutor):
+        pages = RankPages(executor)
+    else:
+        pages = PageBytes(local.kv_cache)
+    spec = local.kv_cache.spec
     notes = cache_root("digests")
     try:
         notes.mkdir(mode=0o700, parents=True, exist_ok=True)
-        digest = fingerprint(Path(engine.info.model_path), config, executor.kv_cache.spec, notes)
+        digest = fingerprint(Path(engine.info.model_path), config, spec, notes)
     except OSError as error:
         raise RequestError(f"the model's digest cannot be made: {error}", param="kv_transfer") from None
     info = engine.info
@@ -54,6 +64,8 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
         "quantization": info.quantization,
         "kv_cache_dtype": info.kv_cache_dtype,
         "block_size": str(info.block_size),
+        "tensor_parallel_size": str(config.tensor_parallel_size),
+        "pipeline_parallel_size": str(config.pipeline_parallel_size),
         "kv_transfer_library": settings.library,
     }
     identity = Identity(facts, digest, pages.page_bytes)
@@ -82,13 +94,14 @@ def join_others(engine: Engine, config: EngineConfig, settings: TransferSettings
         return arrivals
 
     def fingerprint_of(source: WeightSource) -> str:
-        return fingerprint_of_source(source, digest, config, executor.kv_cache.spec, notes)
+        return fingerprint_of_source(source, digest, config, spec, notes)
 
     weights.open_store, weights.fingerprint_of = open_store, weights.fingerprint_of or fingerprint_of
     picture_of = None if engine.pictures is None else engine.pictures.keys.known_digest
     stored = StoredPrefixes(engine.pool, pages, arrivals, digest, picture_of)
-    executor.layer_copies = LayerCopies(executor.kv_cache, PageBytes(executor.kv_cache))
-    engine.hand_over(stored, transports, arrivals, executor.layer_copies, has_fleet=bool(settings.secret))
+    if executor is local:  # else a rank's planes go with the others'
+        local.layer_copies = LayerCopies(local.kv_cache, PageBytes(local.kv_cache))
+    engine.hand_over(stored, transports, arrivals, local.layer_copies, has_fleet=bool(settings.secret))
     addresses = tuple(each.address for each in transports.values())
     engine.info = msgspec.structs.replace(info, transfer_addresses=addresses, identity=identity)
     logger.info("requests are handed over by %s", ", ".join(addresses))
