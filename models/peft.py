@@ -60,6 +60,13 @@ _MUST_BE_OFF = {
     "kasa_config": "KaSA",
 }  # fmt: skip
 
+_UNMERGEABLE = (
+    "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT",
+    "XLORA", "POLY", "alora_invocation_tokens",
+)  # fmt: skip
+"""Types of adapters, and a field, that PEFT cannot merge."""
+_NO_MERGE = "this kind cannot be merged into a model: train a LoRA adapter"
+
 _CONVERTED = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations that change the base model's weights."""
 
@@ -169,10 +176,12 @@ def _read_config(fields: Fields, values: Mapping[str, Any]) -> tuple[_ScaleOf, C
     """Checks the config; gives the scale of a module, and the numbers of a table's trained rows."""
     kind = fields.raw("peft_type")
     if kind != "LORA":
-        raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {MERGE}")
+        advice = _NO_MERGE if kind in _UNMERGEABLE else MERGE
+        raise fields.error("peft_type", f"is {kind!r:.60}, must be 'LORA': {advice}")
     for name, what in _MUST_BE_OFF.items():
         if fields.raw(name):
-            raise fields.error(name, f"is {values[name]!r:.60}: {what} cannot be served as an adapter; {MERGE}")
+            advice = _NO_MERGE if name in _UNMERGEABLE else MERGE
+            raise fields.error(name, f"is {values[name]!r:.60}: {what} cannot be served as an adapter; {advice}")
     start = fields.raw("init_lora_weights")
     if isinstance(start, str) and start.startswith(_CONVERTED):
         raise fields.error(

@@ -188,6 +188,7 @@ _MERGE = "merge the adapter"
     ("config", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3', must be 'LORA': merge the adapter"),
+        ({"peft_type": "PROMPT_TUNING"}, "'PROMPT_TUNING', must be 'LORA': this kind cannot be merged"),
         ({"use_dora": True}, "use_dora is True: DoRA cannot be served as an adapter"),
         ({"use_qalora": True}, "use_qalora is True: QA-LoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
