@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_460,
     "server": 23_518,
     "tokenizer": 7_628,
-    "tools": 20_430,
+    "tools": 20_434,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_991
+MOST_WORDS = 39_992
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

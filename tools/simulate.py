@@ -23,6 +23,7 @@ from typing import Any, get_args
 
 from runtime.bench.load.traces import Trace, read_trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.scheduling.ablation import spread
 from runtime.bench.scheduling.roofline import (
     GPUS,
     LINKS,
@@ -64,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The report for these options."""
     trace = _trace(options)
+    if options.spread:
+        trace = spread(trace)
     if options.num_requests is not None:
         trace = trace.head(options.num_requests)
     if (options.rate, options.length) != (1.0, 1.0):
@@ -245,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num-requests", type=int, help="only the first")
     parser.add_argument("--rate", type=float, default=1.0, help="arrivals this many times as dense")
+    parser.add_argument("--spread", action="store_true", help="arrivals of the same time evenly up to the next")
     parser.add_argument("--copies", type=int, default=1, help="the users so often, with other prompts")
     parser.add_argument("--length", type=float, default=1.0, help="prompts and answers this many times as long")
     parser.add_argument("--step-model", type=Path, help="JSON of a fitted step-time model")

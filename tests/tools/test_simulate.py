@@ -96,6 +96,12 @@ def test_fitted_model_and_scaling(trace: str, tmp_path: Path, capsys: pytest.Cap
     assert slow["ttft_s"]["max"] == pytest.approx(0.5, rel=0.01)
     assert slow["num_requests"] == 4
     assert run(capsys, *arguments, "--length", "0.5")["num_steps"] < run(capsys, *arguments)["num_steps"]
+    rounded = tmp_path / "rounded.csv"  # two at a time, two seconds apart: spread, one each second
+    rows = [f"2023-11-16 18:15:{second:02}.0000000,20,1" for second in (0, 0, 2, 2, 4)]
+    rounded.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    rounded_arguments = (str(rounded), *arguments[1:5])
+    assert run(capsys, *rounded_arguments)["num_steps"] == 3
+    assert run(capsys, *rounded_arguments, "--spread")["num_steps"] == 5
 
 
 def test_windows_make_steps_shorter_and_give_up_blocks(
