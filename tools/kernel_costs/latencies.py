@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from numba_kernels.cuda.gemm.quantised_gemv import UNPACKING
 from numba_kernels.cuda.gemm.skinny_shape import unpacking
 from numba_kernels.cuda.packing import packing_of
 
@@ -42,6 +41,8 @@ CHAINED = {
 experts before weights; largest numbers of x before its digits."""
 GEMV_INSTRUCTIONS, SKINNY_INSTRUCTIONS, EXPERTS_INSTRUCTIONS = 375, 300, 1032
 """Machine instructions of a warp for 4 KB: of 16-bit weights, one row and up to 16, and of MXFP4 experts in tiles."""
+ROW_INSTRUCTIONS = {"u4": 254, "u8": 95, "e4m3": 334, "e2m1": 498}
+"""The same of packed weights and one row, when they were measured."""
 SKINNY_COLUMNS = 32  # for which x is read again
 _SHARPNESS = 2  # of the largest limit: 1 would add the limits up
 
@@ -167,7 +168,7 @@ def _quantised(case: str, result: dict[str, Any], seconds: float) -> Row | None:
         return None
     weight_bytes = num_bytes - 2 * m * (n + k)
     if found[1] == "packed_row":
-        instructions = weight_bytes / 4096 * UNPACKING[packing.element][0]
+        instructions = weight_bytes / 4096 * ROW_INSTRUCTIONS[packing.element]
         return Row("quantised_gemv", case, num_bytes, instructions, num_bytes, seconds)
     instructions = weight_bytes / 4096 * unpacking(packing.name)
     x_bytes = n / SKINNY_COLUMNS * 16 * k * 2
@@ -178,7 +179,7 @@ def _experts(case: str, result: dict[str, Any], seconds: float) -> Row | None:
     kernels, num_bytes = " ".join(result["kernels"]), float(result["least_bytes"])
     packed = re.search(r"packed_gather_([a-z]+\d[a-z0-9]*)", kernels)
     if packed is not None:
-        count = UNPACKING[packed[1]][0]
+        count = ROW_INSTRUCTIONS[packed[1]]
         return Row("experts packed_gather", case, num_bytes, num_bytes / 4096 * count, num_bytes, seconds)
     if "experts_gather" in kernels:
         return Row("experts gather", case, num_bytes, num_bytes / 4096 * GEMV_INSTRUCTIONS, num_bytes, seconds)

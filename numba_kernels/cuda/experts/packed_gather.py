@@ -71,7 +71,7 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     packing = packing_of(weight_name)
     assert packing is not None
-    slot_elements, has_few_registers = packing.slot, reader.factors.num_parts > 4
+    slot_elements, has_few_registers = packing.slot, packing.element == "e2m1"
 
     def experts(x, table, ids, out, n, k, num_experts, top_k):
         shared = memory.shared_address(cuda.shared.array(0, uint32))

@@ -1,13 +1,13 @@
-"""One to four rows times a packed weight: the forms of x and the weight for tensor cores.
+"""One to five rows times a packed weight: the forms of x and the weight for tensor cores.
 
 Lesson: the choice of the factor that is made to fit the other. Unpacking costs more than memory does where each pair of
 numbers is shifted, masked, centred and scaled (`skinny`), and `mma.sync` computes 8 columns where few are needed. So
 
     digits    integers, and e2m1, which is half an integer: as int8, which takes a shift and a `lop3` for four numbers.
               x becomes a whole number of 23 bits, times a power of two that brings its largest number below 2^22, and
-              that three digits of 8 bits, in three of the columns: a second row is free, and two more rows are a
-              second product. Sums of digits are exact in int32, until a group's scale multiplies them. Numbers below
-              2^-23 of the largest are lost
+              that three digits of 8 bits, in three of the columns: a second row is free, two more rows are a second
+              product, and a fifth is free in both. Sums of digits are exact in int32, until a group's scale multiplies
+              them. Numbers below 2^-23 of the largest are lost
     halves    e4m3: as float16, by moving its fields. x becomes float16, its largest number 2^14, a row a column;
               numbers of at least 2^-31 of that are kept
 
@@ -65,8 +65,8 @@ class Factors:
         scale_by: ``largest magnitude's bits -> (factor of x, factor of sums)``.
         stage: ``(x_row, norm, target, part, parts, k, padded, factor, lane)``: this warp's chunks of `numbers_of` a row
             go to shared memory, zeros after k.
-        place: ``(target, padded, lane) -> address`` of the lane's first numbers, for the first product; the second
-            one's are two rows on.
+        place: ``(target, padded, lane) -> address`` of the lane's first numbers, for the first product.
+        apart: ``(row_bytes, padded, lane) -> bytes`` from there to those for the second product.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
         settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of the weight's rows g and g + 8, are
             added to sums[2 r] and sums[2 r + 1], those of x's row r.
@@ -82,6 +82,7 @@ class Factors:
     scale_by: Any
     stage: Any
     place: Any
+    apart: Any
     step_taker: Any
     settle: Any
     finish: Any
@@ -89,7 +90,8 @@ class Factors:
 
 
 def factors_of(packing: Packing, rows: int = 1) -> Factors:
-    """The functions for so many rows of x, 1, 2 or 4. Raises ValueError for a packing without them."""
+    """The functions for so many rows of x, 1, 2, 4 or, but for e4m3, 5. Raises ValueError for a packing without
+    them."""
     if packing.element in BYTE_ORDER:
         return _digits(packing.element, packing.lane_words, rows)
     if packing.element == "e4m3":
@@ -136,20 +138,15 @@ def _scaler(largest: int) -> Any:
 def _digits(element: str, lane_words: int, rows: int) -> Factors:
     """x: three planes, each of them 8 bytes of a lane's two steps one after the other, lane after lane."""
     first, second = BYTE_ORDER[element]
-    has_signs = element == "e2m1"  # magnitudes of positive and of negative numbers, each with sums of its own
-    num_x, parts_a_product, second_row = -(-rows // 2), 8 if has_signs else 4, min(rows - 1, 1)
-    num_parts, num_sums = num_x * parts_a_product, 2 * rows
-    signs = ((0, (0, 1, 2, 3)), (4, (4, 5, 6, 7))) if has_signs else ((0, (0, 1, 2, 3)),)
+    num_x, second_row, has_fifth = -(-min(rows, 4) // 2), min(rows - 1, 1), rows == 5
+    num_parts, num_pairs = num_x * 4, min(rows, 4)  # of sums, in all lanes alike
+    signs = ((0, 1, 2, 3), (4, 5, 6, 7)) if element == "e2m1" else ((0, 1, 2, 3),)  # of `bytes_all`
     multiply, multiply_odd = (
         multiply_bytes(
-            "s8",
-            tuple(
-                (parts_a_product * j + part, pairs, (4 * j + half, 4 * j + half + 1))
-                for j in range(num_x) for part, pairs in signs
-            ),
+            "s8", tuple((4 * j, pairs, (4 * j + half, 4 * j + half + 1)) for j in range(num_x) for pairs in signs)
         )
         for half in (0, 2)
-    )  # fmt: skip
+    )
 
     @device_function
     def whole(number, factor):
@@ -188,11 +185,20 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
     @device_function
     def place(target, padded, lane):
         # Columns 0, 2 and 4 are the digits' of one row, 1, 3 and 5 the other's: lane 4 g + t has column g of x, and
-        # sums of columns 2 t and 2 t + 1. The last two columns are unused.
+        # sums of columns 2 t and 2 t + 1. A fifth row has the last two columns: two digits, in the second product one.
         plane = minimum_u32(uint32(lane >> uint32(3)), uint32(_PLANES - 1))
         row = uint32(lane >> uint32(2)) & uint32(second_row)
+        if has_fifth and lane >= uint32(24):
+            plane, row = row, uint32(4)
         row_at = uint32(target + row * uint32(padded * uint32(_PLANES) + uint32(ROW_GAP)))
         return uint32(row_at + plane * padded + (lane & uint32(3)) * uint32(16))
+
+    @device_function
+    def apart(row_bytes, padded, lane):
+        between = uint32(row_bytes * uint32(2))
+        if has_fifth and lane >= uint32(24):
+            between = uint32(padded * uint32(2)) if lane < uint32(28) else padded
+        return between
 
     def step_taker(word: int, step: int) -> Any:
         unpack = bytes_all(element, word + lane_words * step, word + 4 + lane_words * step)
@@ -211,14 +217,10 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
 
     @device_function
     def settle(sums, parts, upper, lower):
-        for r in range(rows):
-            at = parts_a_product * (r // 2) + r % 2
-            if has_signs:
-                sums[2 * r] += f32_from_s32(uint32(parts[at] - parts[at + 4])) * upper
-                sums[2 * r + 1] += f32_from_s32(uint32(parts[at + 2] - parts[at + 6])) * lower
-            else:
-                sums[2 * r] += f32_from_s32(parts[at]) * upper
-                sums[2 * r + 1] += f32_from_s32(parts[at + 2]) * lower
+        for r in range(num_pairs):
+            at = 4 * (r // 2) + r % 2
+            sums[2 * r] += f32_from_s32(parts[at]) * upper
+            sums[2 * r + 1] += f32_from_s32(parts[at + 2]) * lower
         for e in range(num_parts):
             parts[e] = uint32(0)
 
@@ -226,13 +228,17 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
     def finish(sums, lane):
         digit = uint32(lane & uint32(3))
         factor = as_float(uint32(uint32(uint32(127 + 16) - digit * uint32(8)) << uint32(23)))
-        for e in range(num_sums):
+        if has_fifth:  # all of its digits are lane 3's of four; lane 0 keeps it
+            for e in range(2):
+                fifth = sums[e] * float32(65536.0) + sums[e + 2] * float32(256.0) + sums[e + 4]
+                sums[8 + e] = shuffle_xor_f32(fifth, uint32(3))
+        for e in range(2 * num_pairs):
             total = sums[e] * factor if digit < uint32(_PLANES) else float32(0.0)
             total += shuffle_xor_f32(total, uint32(1))
             sums[e] = total + shuffle_xor_f32(total, uint32(2))
 
     return Factors(
-        num_x, _PLANES, 1, uint32, num_parts, _scaler(_LARGEST_WHOLE), stage, place, step_taker, settle, finish,
+        num_x, _PLANES, 1, uint32, num_parts, _scaler(_LARGEST_WHOLE), stage, place, apart, step_taker, settle, finish,
         BYTES_SHIFT[element],
     )  # fmt: skip
 
@@ -263,6 +269,8 @@ def _halves(element: str, lane_words: int, rows: int) -> Factors:
         row_at = uint32(target + row * uint32(padded * uint32(2) + uint32(ROW_GAP)))
         return uint32(row_at + (lane & uint32(3)) * uint32(16))
 
+    apart = device_function(lambda row_bytes, padded, lane: uint32(0))  # there is no second product
+
     def step_taker(word: int, step: int) -> Any:
         unpack = moved_all(element, tuple((4 * r, word + 4 * r + lane_words * step) for r in range(2)))
         load_x = load_all("shared", ((0, 0, step * 64),))
@@ -291,6 +299,6 @@ def _halves(element: str, lane_words: int, rows: int) -> Factors:
             sums[e] = shuffle_xor_f32(sums[e - 4], uint32(1))
 
     return Factors(
-        1, 1, 2, float32, 4, _scaler(_LARGEST_HALF), stage, place, step_taker, settle, finish,
+        1, 1, 2, float32, 4, _scaler(_LARGEST_HALF), stage, place, apart, step_taker, settle, finish,
         SHIFTS[element, "f16"],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One to four rows times a packed weight: a warp's reads of 16 rows of it. `packed_factors` has the forms of both
+"""One to five rows times a packed weight: a warp's reads of 16 rows of it. `packed_factors` has the forms of both
 factors.
 
 A warp has `AHEAD` slots of its part of K in flight in registers, half as many where they have many scales. If its block
@@ -44,11 +44,11 @@ class PackedReader:
         aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: the addresses of a tile's slots.
         begin: ``(words, scales, rows, scale_rows, first, last)``: loads the first slots.
         begin_early: the same before `wait_for_previous_grid`.
-        multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, two_rows, first,
-            last, lane)``: sums[2 r] and sums[2 r + 1] are those of x's row r and rows g and g + 8 of the tile in lane
-            4 g, without the rows' scales; x is where `factors` places the lane, `two_rows` the bytes that two rows of
-            x take there. With `goes_on` not 0, the next tile's first slots are loaded from `aim`'s addresses, and
-            `rows` become its own.
+        multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, apart, first, last,
+            lane)``: sums[2 r] and sums[2 r + 1] are those of x's row r and rows g and g + 8 of the tile in lane 4 g,
+            without the rows' scales; x is where `factors` places the lane, `apart` the bytes from there to the second
+            product's x. With `goes_on` not 0, the next tile's first slots are loaded from `aim`'s addresses, and `rows`
+            become its own.
         take_slot: ``(sums, parts, pairs, x_words, words, scales, x_at)``: multiplies one slot, the first of `words`.
         row_scale: ``(weight, n, k, row) -> number``.
         slots: ``k -> slots``.
@@ -67,7 +67,7 @@ class PackedReader:
 
 @functools.cache
 def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
-    """The functions for so many rows of x, 1, 2 or 4."""
+    """The functions for so many rows of x, 1, 2, 4 or 5."""
     packing = packing_of(weight_name)
     assert packing is not None
     find, steps, is_grouped = sections_of(packing, DTYPE), packing.steps, packing.group > 0
@@ -195,7 +195,7 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
 
     @device_function
     def multiply(
-        sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, two_rows, first, last, lane
+        sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, apart, first, last, lane
     ):  # fmt: skip
         parts = cuda.local.array(num_parts, part_type)
         pairs, x_words = cuda.local.array(8, uint32), cuda.local.array(num_x_words, uint32)
@@ -205,7 +205,7 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
         for e in range(num_sums):
             sums[e] = float32(0.0)
         for j in range(num_x):
-            x_at[j] = uint32(x + first * uint32(slot_bytes) + uint32(j) * two_rows)
+            x_at[j] = uint32(x + first * uint32(slot_bytes) + uint32(j) * apart)
         slot, count = first, uint32(last - first)
         while slot < last:
             rows[0] += uint64(ahead * TILE_BYTES)

@@ -1,4 +1,4 @@
-"""Quantised GEMV, one to four rows times a packed weight: `skinny` for very few rows, by `packed_stream`.
+"""Quantised GEMV, one to five rows times a packed weight: `skinny` for very few rows, by `packed_stream`.
 
 A block takes up to 64 columns at a time, 16 a team; a team's warps share K (a gated unit has teams of the gate's rows
 and of up's). A block's teams share x, which it brings to shared memory once, so that a block has as many columns as
@@ -56,7 +56,9 @@ RING_WARPS = 8
 _UNDER_WAY_BYTES = BLOCK_WARPS * 4096  # of a block
 _START_S = 0.7e-6
 _NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each of its numbers: by counts, not measured
-UNPACKING = {"u4": (254, 270, 322), "u8": (95, 95, 104), "e4m3": (334, 343, 343), "e2m1": (498, 593, 831)}
+UNPACKING = {
+    "u4": (254, 270, 322, 322), "u8": (95, 95, 104, 104), "e4m3": (334, 343, 343), "e2m1": (467, 531, 704, 704),
+}  # fmt: skip
 """Machine instructions of a warp for 4 KB of a weight in registers, by its elements and `NUM_ROWS`."""
 _RING_INSTRUCTIONS = 60  # that a stage takes besides
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
@@ -64,8 +66,9 @@ _SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10} 
 _LEAST_SHARED_BYTES = 98 << 10  # on other architectures
 _SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + 2 * BLOCK_WARPS * 4 + 4  # of a row, in static shared memory
 NUMBERS_A_LINE = 32  # of the norm's weights, in a line of a cache
-NUM_ROWS = (1, 2, 4)  # of x, that a kernel is made for
-_TOO_FEW_REGISTERS = {("e2m1", 4): ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a"), ("e2m1", 2): ("sm_80",)}
+NUM_ROWS = (1, 2, 4, 5)  # of x, that a kernel is made for; 5 but for e4m3
+_E2M1_SPILLS_ON = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a")
+_TOO_FEW_REGISTERS = {("e2m1", 5): _E2M1_SPILLS_ON, ("e2m1", 4): _E2M1_SPILLS_ON, ("e2m1", 2): ("sm_80",)}
 """Architectures where kernels of an element and so many rows spill."""
 
 
@@ -83,6 +86,7 @@ def _kernel(
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
+    apart = reader.factors.apart
     packing = packing_of(weight_name)
     assert packing is not None
     slot_elements, is_gated, num_rows, num_sums = packing.slot, activation != "", rows, 2 * rows
@@ -177,7 +181,8 @@ def _kernel(
                     wholes[row] = whole
             row = uint32(row + uint32(1))
         sync_block()
-        x_place, turn, goes_on = place(shared, padded, lane), uint32(0), uint32(1)
+        x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
+        turn, goes_on = uint32(0), uint32(1)
         while goes_on != uint32(0):
             following, goes_on = uint32(tile + stride), uint32(0)
             if (has_turns or has_ring) and uint32(following - inside) <= last_tile:  # the same in all teams
@@ -185,19 +190,19 @@ def _kernel(
             if has_ring:
                 multiply_ring(
                     sums, state, rows, scale_rows, stages, barriers, weight, places, x_place,
-                    uint32(row_of_x * uint32(2)), first, last, lane,
+                    between, first, last, lane,
                 )  # fmt: skip
             elif has_turns:
                 at = uint32(minimum_u32(following, last_tile) + beside)
                 aim(next_rows, next_scale_rows, weight, at, both, k, first, lane)
                 multiply(
                     sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x_place,
-                    uint32(row_of_x * uint32(2)), first, last, lane,
+                    between, first, last, lane,
                 )  # fmt: skip
             else:
                 multiply(
                     sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), x_place,
-                    uint32(row_of_x * uint32(2)), first, last, lane,
+                    between, first, last, lane,
                 )  # fmt: skip
             if (lane & uint32(3)) == uint32(0):
                 for r in range(num_rows):
@@ -288,8 +293,9 @@ def why_not(product: Product, machine: Machine) -> str:
     if packing is None or not can_read(packing) or product.x != DTYPE:
         return "reads packed weights, with groups of 32 or more and no zero points, for bfloat16 rows"
     is_plain = product.is_weight_layout and product.is_aligned and not product.num_segments
-    if not 1 <= product.m <= NUM_ROWS[-1] or product.exact or not is_plain:
-        return f"takes 1 to {NUM_ROWS[-1]} rows on 16-byte bounds, not exactly, and cuts no K into segments"
+    most_rows = NUM_ROWS[-2 if packing.element == "e4m3" else -1]
+    if not 1 <= product.m <= most_rows or product.exact or not is_plain:
+        return f"takes 1 to {most_rows} rows on 16-byte bounds, not exactly, and cuts no K into segments"
     if machine.arch in _spills_on(product.weight, _rows_of(product)):
         return f"has too few registers on {machine.arch} for {product.m} rows"
     most = _SHARED_BYTES.get(machine.arch, _LEAST_SHARED_BYTES) - _rows_of(product) * _SUMS_BYTES
@@ -303,7 +309,7 @@ def _spills_on(weight_name: str, rows: int) -> tuple[str, ...]:
     """The architectures where a kernel spills."""
     packing = packing_of(weight_name)
     assert packing is not None
-    return _TOO_FEW_REGISTERS.get((packing.element, rows), ("sm_80",) if rows == NUM_ROWS[-1] else ())
+    return _TOO_FEW_REGISTERS.get((packing.element, rows), ("sm_80",) if rows >= 4 else ())
 
 
 def _rows_of(product: Product) -> int:
@@ -365,7 +371,8 @@ def ring_of(
 
 def can_take_adapters(product: Product, machine: Machine) -> bool:
     """Whether low-rank sums (`riding`) can ride on a product's launch: where no kernel spills."""
-    if why_not(product, machine) or product.out != product.x or (product.m > 1 and machine.arch != "sm_90a"):
+    is_able = product.m == 1 or (product.m <= 4 and machine.arch == "sm_90a")
+    if why_not(product, machine) or product.out != product.x or not is_able:
         return False
     static_bytes = riding.shared_bytes(BLOCK_WARPS, _rows_of(product)) + _rows_of(product) * _SUMS_BYTES
     return _rows_bytes(product) + static_bytes <= _SHARED_BYTES.get(machine.arch, _LEAST_SHARED_BYTES)
@@ -406,7 +413,7 @@ def specialisations() -> Iterator[Specialisation]:
     for weight in PACKINGS:
         if can_read(packing_of(weight)):
             for activation in ("", "silu"):
-                for rows in NUM_ROWS:
+                for rows in NUM_ROWS[: 3 if weight.startswith("e4m3") else 4]:
                     yield _kernel(weight, DTYPE, activation, rows=rows)
                     yield _kernel(weight, DTYPE, activation, has_turns=True, rows=rows)
                     for slots in SLOTS:

@@ -27,7 +27,8 @@ BYTE_ORDER = {
 BYTES_SHIFT = {"u4": -4, "u8": 0, "e2m1": -1}
 """Powers of two that these bytes lack."""
 _EACH = 0x01010101
-_MAGNITUDES = (0x03020100, 0x0C080604)  # of e2m1, twice as large: 0, 1, 2, 3 and 4, 6, 8, 12
+_POSITIVE = (0x04030200, 0x0D090705)  # of e2m1, twice as large: 0, 1, 2, 3 and 4, 6, 8, 12; but for 0 one too much
+_NEGATIVE = (0xFDFEFF00, 0xF4F8FAFC)  # the same, less than 0
 
 
 @functools.cache
@@ -35,9 +36,9 @@ def bytes_all(element: str, first: int, second: int) -> Any:
     """A function ``(targets, words) -> None``: 8 elements of each of two rows as int8, the first factor of a product of
     bytes (`byte_mma`).
 
-    Integers: targets[0:4] become the rows' first four bytes, then their second four, minus the middle. e2m1: these are
-    its magnitudes, twice as large, of positive numbers, and targets[4:8] the same of negative ones, 0 elsewhere: a
-    byte that `prmt` repeats the sign of is 0, as magnitudes have none.
+    Integers: targets[0:4] become the rows' first four bytes, then their second four, minus the middle. e2m1:
+    targets[0:4] plus targets[4:8] are its numbers, twice as large: the former hold positive numbers and one too much,
+    the latter negative ones. Elsewhere `prmt` repeats the sign of a table's byte: 0, and the -1 that takes it off.
 
     Args:
         first, second: elements of `words` where the rows' elements begin.
@@ -55,10 +56,12 @@ def bytes_all(element: str, first: int, second: int) -> Any:
                 builder.xor(builder.and_(each, ir.Constant(_WORD, 0xF0 * _EACH)), ir.Constant(_WORD, 0x80 * _EACH))
                 for each in both
             ]
-        table = [ir.Constant(_WORD, each) for each in _MAGNITUDES]
-        negative = builder.xor(word, ir.Constant(_WORD, 0x88 * _EACH))
-        selectors = [each for both in (word, negative) for each in (both, builder.lshr(both, ir.Constant(_WORD, 16)))]
-        return [builder.call(choose, [*table, selector]) for selector in selectors]
+        chosen = []
+        for table, flips in ((_POSITIVE, 0), (_NEGATIVE, 0x88 * _EACH)):
+            selectors = builder.xor(word, ir.Constant(_WORD, flips))
+            for selector in (selectors, builder.lshr(selectors, ir.Constant(_WORD, 16))):
+                chosen.append(builder.call(choose, [*(ir.Constant(_WORD, each) for each in table), selector]))
+        return chosen
 
     def generate(context, builder, signature, arguments):
         def place(which: int, index: int) -> Any:

@@ -40,7 +40,7 @@ SWEEP = [
     (name, "bf16", shape, arch)
     for name in ("u8", "u4_g128", "u4_g32", "e4m3", "e4m3_g128", "e2m1_g32_exponents", "u4_g64", "u8_g128")
     for arch in ("emulated:sm_90a", "emulated:sm_80")
-    for shape in ((2, 50, 1304), (3, 33, 264), (4, 48, 1160))
+    for shape in ((2, 50, 1304), (3, 33, 264), (4, 48, 1160), (5, 40, 1160))
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_gated_units(gpu, name, sizes):
     [
         ("u4_g32", 4, "silu"), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
             ("e2m1_g32_exponents", 2, ""), ("e4m3_g128", 3, ""), ("u8", 2, "silu"), ("e4m3", 4, "silu"),
-            ("u4_g128", 3, ""),
+            ("u4_g128", 3, ""), ("e2m1_g32_exponents", 5, "silu"), ("u4_g128", 5, ""), ("u8", 5, "silu"),
         ))
     ],
 )  # fmt: skip
@@ -178,7 +178,8 @@ def test_normalised_rows_are_the_same_alone(gpu, name, m, activation):
     [
         ("u4_g128", (1, 1700, 1304), "", 4), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
             ("u4_g128", (2, 40, 12_288), "", 2), ("e2m1_g32_exponents", (4, 48, 1096), "silu", 4),
-            ("e4m3_g128", (3, 3200, 264), "", 4), ("u8", (1, 100, 8), "", 4), ("u4_g32", (2, 1616, 520), "silu", 4),
+            ("e4m3_g128", (3, 3200, 264), "", 4), ("e2m1_g32_exponents", (5, 1616, 520), "", 4),
+            ("u8", (1, 100, 8), "", 4), ("u4_g32", (2, 1616, 520), "silu", 4),
         )),
     ],
 )  # fmt: skip
@@ -296,16 +297,22 @@ def test_shared_memory_of_every_shape_fits_the_smallest_gpu(arch):
 def test_few_rows_fit_shared_memory(arch, most):
     """The longest rows, with the shared memory that a kernel has besides."""
     machine, epilogue = gemm.machine_of(arch), gemm.Epilogue(has_residual=False, is_aligned=True)
-    for rows in (1, 2) if arch == "sm_80" else (1, 2, 4):
+    for rows in (1, 2) if arch == "sm_80" else (1, 2, 5):
         asked = [gemm.Product(rows, 64, k, "bf16", "u8", "bf16", epilogue) for k in range(1 << 10, 1 << 17, 1 << 9)]
         longest = [each for each in asked if not gemm.TIERS["quantised_gemv"].why_not(each, machine)][-1]
         launch = gemm.plan(longest, machine, "quantised_gemv")
         text = KernelCache().get(launch.specialisation, arch, is_ptx=True).image.rstrip(b"\0").decode()
         assert launch.shared_bytes + assemble(text, arch).static_shared_bytes <= most << 10
-        assert longest.k >= 8192 or rows == 4
+        assert longest.k >= 8192 or rows == 5
 
 
 def test_what_is_refused():
     for options in ({"x": "f32"}, {"k": 9}, {"num_segments": 8, "out": "f32", "exact": True}):
         options = {"m": 2, "n": 8, "k": 8, "x": "bf16", "epilogue": gemm.Epilogue(has_residual=False), **options}
         assert not gemm.can_read(gemm.Product(weight="u8", **options), gemm.machine_of("sm_90a"))
+    for weight, m, reason in (("e4m3", 5, "1 to 4 rows"), ("u4_g128", 6, "1 to 5 rows"), ("u4_g128", 5, "")):
+        epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+        found = quantised_gemv.why_not(
+            gemm.Product(m, 64, 512, "bf16", weight, "bf16", epilogue), gemm.machine_of("sm_90a")
+        )
+        assert (reason in found, found != "") == (True, reason != "")

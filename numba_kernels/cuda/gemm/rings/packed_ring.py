@@ -38,7 +38,7 @@ class PackedRing:
         stage_bytes: of a warp.
         fill: ``(state, rows, scale_rows, ring, barriers, weight, places, first, last, lane)``: asks for all stages.
             `rows` and `scale_rows` are addresses of the slots that are asked for next.
-        multiply: ``(sums, state, rows, scale_rows, ring, barriers, weight, places, x, two_rows, first, last, lane)``:
+        multiply: ``(sums, state, rows, scale_rows, ring, barriers, weight, places, x, apart, first, last, lane)``:
             as `PackedReader.multiply`; stages are asked for again as soon as they are read.
 
     `places` is (tiles beside this block's first warp's, stride from tile to tile, last tile, tiles in front of this
@@ -52,7 +52,7 @@ class PackedRing:
 
 @functools.cache
 def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
-    """The functions for so many rows of x, 1, 2 or 4, and `SLOTS` of a stage."""
+    """The functions for so many rows of x, 1, 2, 4 or 5, and `SLOTS` of a stage."""
     packing = packing_of(weight_name)
     assert packing is not None
     reader, is_grouped = packed_reader(weight_name, num_rows), packing.group > 0
@@ -117,7 +117,7 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
             stage = uint32(stage + uint32(1))
 
     @device_function
-    def multiply(sums, state, rows, scale_rows, ring, barriers, weight, places, x, two_rows, first, last, lane):
+    def multiply(sums, state, rows, scale_rows, ring, barriers, weight, places, x, apart, first, last, lane):
         parts = cuda.local.array(num_parts, part_type)
         pairs, x_words = cuda.local.array(8, uint32), cuda.local.array(num_x_words, uint32)
         words, scales = cuda.local.array(8, uint32), cuda.local.array(num_scale_words, uint32)
@@ -127,7 +127,7 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
         for e in range(num_sums):
             sums[e] = float32(0.0)
         for j in range(num_x):
-            x_at[j] = uint32(x + first * uint32(slot_bytes) + uint32(j) * two_rows)
+            x_at[j] = uint32(x + first * uint32(slot_bytes) + uint32(j) * apart)
         slot = first
         while slot < last:
             target, barrier = uint32(ring + state[0] * uint32(stage_bytes)), uint32(barriers + state[0] * uint32(8))
