@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import llvmlite.ir as ir
 from numba.core import cgutils, types
 
 from numba_kernels.cpu.attention.pair_tile import score_words
@@ -11,6 +12,38 @@ from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import LITERAL, emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
 from numba_kernels.cpu.target import LANES
+
+
+def _scale_each(builder, rows, head_dim, source, source_stride, target, target_stride, factor_of):
+    """Rows times ``factor_of(row)``, whole vectors; strides in bytes."""
+    vectors = builder.sdiv(head_dim, constant(LANES))
+    with cgutils.for_range(builder, rows, intp=I64) as loop:
+        factor = simd.splat(builder, factor_of(loop.index))
+        origin = builder.add(source, builder.mul(loop.index, source_stride))
+        place = builder.add(target, builder.mul(loop.index, target_stride))
+        with cgutils.for_range(builder, vectors, intp=I64) as each:
+            moved = builder.mul(each.index, constant(LANES * 4))
+            value = simd.load(builder, builder.add(origin, moved), simd.vector(F32), 4)
+            simd.store(builder, builder.fmul(value, factor), builder.add(place, moved))
+
+
+@emitted(types.void, *[types.intp] * 4, types.float32, types.intp, types.intp)
+def scale_queries(builder, queries, stride, rows, head_dim, factor, target, row_bytes):
+    """``target[r] = queries[r] * factor``. ``head_dim`` is a multiple of LANES."""
+    _scale_each(builder, rows, head_dim, queries, stride, target, row_bytes, lambda row: factor)
+
+
+@emitted(types.void, *[types.intp] * 6)
+def write_texts(builder, values, sums, rows, head_dim, target, stride):
+    """``target[r] = values[r] / sums[r]``, 0 where the sum is 0. ``head_dim`` is a multiple of LANES."""
+
+    def inverse(row):
+        total = simd.load(builder, builder.add(sums, builder.mul(row, constant(4))), F32, 4)
+        zero = ir.Constant(F32, 0.0)
+        return builder.select(builder.fcmp_ordered("==", total, zero), zero, builder.fdiv(ir.Constant(F32, 1.0), total))
+
+    row_bytes = builder.mul(head_dim, constant(4))
+    _scale_each(builder, rows, head_dim, values, row_bytes, target, stride, inverse)
 
 
 @emitted(types.void, *[types.intp] * 7)

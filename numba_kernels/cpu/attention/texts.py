@@ -14,13 +14,18 @@ import functools
 import numpy as np
 from numba import carray
 
-from numba_kernels.cpu.attention.kernel import add_bias, clear, find_sequence, group_rows, height_of, hold, write
+from numba_kernels.cpu.attention.kernel import add_bias, clear, find_sequence, group_rows, height_of, hold
 from numba_kernels.cpu.attention.pair_tile import pair_rows, pair_values, score_pairs, value_pairs
-from numba_kernels.cpu.attention.text_tile import score_floats, softmax_text, turn_keys
+from numba_kernels.cpu.attention.text_tile import (
+    scale_queries,
+    score_floats,
+    softmax_text,
+    turn_keys,
+    write_texts,
+)
 from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, value_tile
 from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
-from numba_kernels.cpu.rows import scale_floats
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, int32_at, new_lines
 from numba_kernels.cpu.target import LANES
 
@@ -88,8 +93,7 @@ def text_attention_kernel(rounds: bool) -> Kernel:
             if rounds:
                 pair_rows(source, stride, rows, d, scale, q_at, row_bytes)
             else:
-                for row in range(rows):
-                    scale_floats(source + row * stride, q_at + row * row_bytes, d, scale)
+                scale_queries(source, stride, rows, d, scale, q_at, row_bytes)
             clear(sums_of, capacity, d)
             for chunk in range(0, length, CHUNK_TOKENS):
                 tokens = min(CHUNK_TOKENS, length - chunk)
@@ -122,7 +126,7 @@ def text_attention_kernel(rounds: bool) -> Kernel:
                             height,
                         )  # fmt: skip
             target = a.out + ((start + first) * heads + head) * d * 4
-            write(sums_of, target, rows, 1, heads, d, d, 0)
+            write_texts(out_at, sums_at, rows, d, target, heads * d * 4)
         hold(work, values)
 
     return Kernel(text_attention, FIELDS)

@@ -34,6 +34,7 @@ from numba_kernels.cpu.gemm.packed_words import (
     arrange_group,
     arrange_words,
     block_on_stack,
+    find_scales,
     groups_on_stack,
     inverse_of,
     largest_bits,
@@ -175,23 +176,31 @@ def _arrange_groups_of_pairs(x, stride, depth, rows, target):
 
 @njit(nogil=True)
 def _arrange_groups_of_bytes(x, stride, depth, rows, target):
-    """`arrange_groups` as words of four bytes."""
-    rest = groups_on_stack()
-    for element in range(0, depth, GROUP):
-        count = min(GROUP, depth - element)
-        after = target + GROUP_WORDS * rows * 4
-        for first in range(0, rows, LANES // 2):
-            some = min(LANES // 2, rows - first)
-            source, source_stride = x + (first * stride + element) * 4, stride * 4
-            if count < GROUP:
-                for row in range(some):
-                    values = float32_at(rest + row * GROUP * 4, GROUP)
-                    values[:] = np.float32(0)
-                    values[:count] = float32_at(source + row * source_stride, count)
-                source, source_stride = rest, GROUP * 4
-            words = target + first * GROUP_WORDS * 4
-            arrange_group(source, source_stride, some, words, after + first * 4, after + (rows + first) * 4)
-        target += GROUP_ROW_WORDS * rows * 4
+    """`arrange_groups` as words of four bytes. Scales of LANES groups come first, so that no rounding waits for the
+    division in its own group's."""
+    rest, inverses = groups_on_stack(), block_on_stack()
+    line, group_bytes, row_stride = LANES * 4, GROUP_ROW_WORDS * rows * 4, stride * 4
+    whole = depth // GROUP
+    for first in range(0, rows, LANES // 2):
+        some, source = min(LANES // 2, rows - first), x + first * row_stride
+        words, scales = target + first * GROUP_WORDS * 4, target + (GROUP_WORDS * rows + first) * 4
+        for begin in range(0, whole, LANES):
+            end = min(whole, begin + LANES)
+            for group in range(begin, end):
+                at, inverse = source + group * GROUP * 4, inverses + (group - begin) * line
+                find_scales(at, row_stride, some, scales + group * group_bytes, inverse)
+            for group in range(begin, end):
+                at, inverse, moved = source + group * GROUP * 4, inverses + (group - begin) * line, group * group_bytes
+                arrange_group(at, row_stride, some, words + moved, inverse, scales + rows * 4 + moved)
+        count = depth - whole * GROUP
+        if count:
+            for row in range(some):
+                values = float32_at(rest + row * GROUP * 4, GROUP)
+                values[:] = np.float32(0)
+                values[:count] = float32_at(source + row * row_stride + whole * GROUP * 4, count)
+            moved = whole * group_bytes
+            find_scales(rest, GROUP * 4, some, scales + moved, inverses)
+            arrange_group(rest, GROUP * 4, some, words + moved, inverses, scales + rows * 4 + moved)
 
 
 arrange_groups = _arrange_groups_of_pairs if _HAS_PAIRS else _arrange_groups_of_bytes

@@ -53,35 +53,35 @@ def gemm_tile_of(stored):
     @intrinsic
     def gemm_tile(
         typingctx, x, words, panel, panel_stride, scales, bias, residual, residual_stride, out,
-        out_stride, columns, partial, is_first, is_last, ahead, step, panels, rows,
+        out_stride, columns, partial, is_first, is_last, ahead, step, panels, rows, x_step, tiles,
     ):  # fmt: skip
-        """Computes one tile of ``rows`` (1..GEMM_ROWS, of blocks in the buffer 1..UNPACKED_ROWS) rows and ``panels``
-        panels (1 or panels_at_once).
+        """Computes ``tiles`` tiles of ``rows`` (1..GEMM_ROWS, of blocks in the buffer 1..UNPACKED_ROWS) rows and
+        ``panels`` panels (1 or panels_at_once).
 
-        ``x`` (the operands of these rows), ``panel``, ``scales`` (of int8), ``bias``, ``residual`` (0 = none), ``out``
-        and ``partial`` are addresses; strides are bytes from row to row (from panel to panel). Only ``columns`` columns
-        of ``out`` and ``residual`` are touched. The sum runs over ``words`` of K; where K comes in several blocks, all
-        but the last leave their sums in ``partial`` (rows of PANEL_COLUMNS) and all but the first take them up.
-        Meanwhile the tile prefetches ``ahead + word * step`` for the tile that comes next, of floats and int8 only
-        where it has a single panel.
+        ``x`` (the operands of the first tile's rows, ``x_step`` bytes before the next one's), ``panel``, ``scales`` (of
+        int8), ``bias``, ``residual`` (0 = none), ``out`` and ``partial`` are addresses; strides are bytes from row to
+        row (from panel to panel). Only ``columns`` columns of ``out`` and ``residual`` are touched. The sum runs over
+        ``words`` of K; where K comes in several blocks, all but the last leave their sums in ``partial`` (rows of
+        PANEL_COLUMNS) and all but the first take them up. Meanwhile the tile prefetches ``ahead + word * step`` for the
+        tile that comes next, of floats and int8 only where it has a single panel.
         """
         index, flag = types.intp, types.boolean
-        signature = types.void(*[index] * 12, flag, flag, *[index] * 4)
+        signature = types.void(*[index] * 12, flag, flag, *[index] * 6)
 
         def codegen(context, builder, signature, args):
-            names = "x words panel panel_stride scales bias residual residual_stride out out_stride columns partial"
-            operands = dict(zip(f"{names} is_first is_last ahead step".split(), args))
+            *given, panels, rows, x_step, tiles = args
+            given += x_step, tiles
             done = builder.append_basic_block("tile.done")
             is_integer = isinstance(stored, str) and stored.startswith(PREFIX) and stored != UNPACKED
             most = UNPACKED_ROWS if is_integer else GEMM_ROWS
             shapes = {(height, count) for height in range(1, most + 1) for count in {1, panels_at_once(stored, height)}}
-            which = builder.add(builder.mul(args[-1], ir.Constant(I64, _MAX_PANELS + 1)), args[-2])
+            which = builder.add(builder.mul(rows, ir.Constant(I64, _MAX_PANELS + 1)), panels)
             switch = builder.switch(which, done)
             for height, count in sorted(shapes):
                 block = builder.append_basic_block(f"tile.{height}.{count}")
                 switch.add_case(ir.Constant(I64, height * (_MAX_PANELS + 1) + count), block)
                 builder.position_at_end(block)
-                _Tile(_new_sums(stored, height, count * TILE_VECTORS), count, **operands).emit(builder)
+                builder.call(_tiles_of(builder.module, stored, height, count, [each.type for each in given]), given)
                 builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
@@ -89,6 +89,44 @@ def gemm_tile_of(stored):
         return signature, codegen
 
     return gemm_tile
+
+
+_OPERANDS = (
+    "x", "words", "panel", "panel_stride", "scales", "bias", "residual", "residual_stride", "out", "out_stride",
+    "columns", "partial", "is_first", "is_last", "ahead", "step",
+)  # fmt: skip
+
+
+def _tiles_of(module, stored, height, panels, kinds):
+    """A function of _OPERANDS, the bytes from one tile's operands to the next one's, and the number of tiles: apart, so
+    that each shape has the registers to itself, and no tile waits for what goes on around it."""
+    kind = ir.FunctionType(ir.VoidType(), kinds)
+    function = ir.Function(module, kind, module.get_unique_name(f"tiles.{height}.{panels}"))
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    *given, x_step, tiles = function.args
+    first = dict(zip(_OPERANDS, given))
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+
+    with cgutils.for_range(builder, tiles, intp=I64) as loop:
+
+        def moved(name, size_bytes):
+            return builder.add(first[name], builder.mul(loop.index, size_bytes))
+
+        row = builder.mul(loop.index, ir.Constant(I64, height))
+        residual = builder.add(first["residual"], builder.mul(row, first["residual_stride"]))
+        has_residual = builder.icmp_signed("!=", first["residual"], ir.Constant(I64, 0))
+        operands = {
+            **first,
+            "x": moved("x", x_step),
+            "residual": builder.select(has_residual, residual, ir.Constant(I64, 0)),
+            "out": builder.add(first["out"], builder.mul(row, first["out_stride"])),
+            "partial": moved("partial", ir.Constant(I64, height * PANEL_COLUMNS * 4)),
+            "ahead": moved("ahead", builder.mul(first["words"], first["step"])),
+        }
+        _Tile(_new_sums(stored, height, panels * TILE_VECTORS), panels, **operands).emit(builder)
+    builder.ret_void()
+    return function
 
 
 def _new_sums(stored, height, vectors):
@@ -235,6 +273,10 @@ class _Tile:
                     simd.prefetch_to_write(builder, simd.offset(builder, row, v * LANES * 4))
 
         fetch(self.out, self.out_stride)
+        for v in range(self.sums.vectors):
+            simd.prefetch(builder, simd.offset(builder, self.bias, v * LANES * 4), is_near=True)
+            if self.sums.is_scaled:
+                simd.prefetch(builder, simd.offset(builder, self.scales, v * LANES * 4), is_near=True)
         with builder.if_then(builder.icmp_signed("!=", self.residual, ir.Constant(I64, 0))):
             fetch(self.residual, self.residual_stride)
 

@@ -95,8 +95,15 @@ _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished")
 
 @njit(nogil=True)
 def _first_row(a, tile):
-    """First row of a tile; after the last one: the number of rows. Heights of tiles differ by one at most."""
-    return a.num_rows * tile // a.num_tiles
+    """First row of a tile; after the last one: the number of rows. The first tiles may have one row more."""
+    return a.num_rows // a.num_tiles * tile + min(tile, a.num_rows % a.num_tiles)
+
+
+@njit(nogil=True)
+def _last_of_height(a, tile):
+    """The tile after the last one with the height of this."""
+    higher = a.num_rows % a.num_tiles
+    return higher if tile < higher else a.num_tiles
 
 
 @njit(nogil=True)
@@ -368,26 +375,31 @@ def product_parts(stored: Any) -> ProductParts:
                             unpack_blocks(weight, count, address(buffer))
                             weight = address(buffer)
                             count = count // span * step_words_in_buffer
-                        for tile in range(first_tile, last_tile):
-                            row = _first_row(a, tile)
+                        tile, row = first_tile, first_row
+                        while tile < last_tile:
+                            height = _first_row(a, tile + 1) - row
+                            # Tiles of one height make one call, unless lines are to be prefetched between them.
+                            is_alone = (has_amx and is_wide) or lines_left > 0
+                            num_tiles = 1 if is_alone else min(_last_of_height(a, tile), last_tile) - tile
                             for _ in range(min(lines_a_tile, lines_left)):
                                 prefetch_line(lines[lines_left])
                                 lines_left -= 1
-                            height = _first_row(a, tile + 1) - row
-                            at = row * a.out_width + column
                             words_at = start if are_rows else start // span * x_span_words * height
                             arguments = (
                                 a.operands + row * row_bytes + words_at * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
-                                _moved(residual, (row - first_row) * a.out_width * 4), a.out_width * 4, a.out + at * 4,
-                                a.out_width * 4, columns, partial, is_first, is_last, ahead, step, panels, height,
+                                _moved(residual, (row - first_row) * a.out_width * 4), a.out_width * 4,
+                                a.out + (row * a.out_width + column) * 4, a.out_width * 4, columns, partial, is_first,
+                                is_last, ahead, step, panels, height, height * row_bytes, num_tiles,
                             )  # fmt: skip
-                            if are_rows or (has_wide and is_wide):
+                            if has_wide and is_wide:
                                 wide_tile(*arguments)
                             else:
                                 narrow_tile(*arguments)
-                            ahead += count * step
-                            partial += height * PANEL_COLUMNS * 4
+                            tile += num_tiles
+                            row += num_tiles * height
+                            ahead += num_tiles * count * step
+                            partial += num_tiles * height * PANEL_COLUMNS * 4
                 if is_cut and not is_end:
                     complete = segment
                     while complete & 1:  # the slot below holds the left neighbour

@@ -256,62 +256,74 @@ def quantize_words(builder, stored, source, count, inverse, added, target):
     return simd.fold(builder, total, builder.add)
 
 
-@emitted(types.void, *[types.intp] * 6)
-def arrange_group(builder, source, source_stride, num_rows, words, scales, starts):
-    """GROUP floats of each of at most LANES / 2 rows, ``source_stride`` bytes apart, as int8: a row's GROUP_WORDS words
-    after the other's, their scales, and where integer sums begin."""
-
-    def emit(height):
-        rows = [builder.add(source, builder.mul(source_stride, _i64(r))) for r in range(height)]
-        _arrange_group(builder, rows, words, scales, starts)
-
-    simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
-
-
-def _arrange_group(builder, rows, words, scales_at, starts_at):
-    height, lanes = len(rows), 1
-    while lanes < height:
-        lanes *= 2
-    parts = range(0, GROUP, LANES)
-
-    def vectors(row):
-        return [simd.load(builder, simd.offset(builder, row, first * 4), simd.vector(F32), 4) for first in parts]
+@emitted(types.void, *[types.intp] * 5)
+def find_scales(builder, source, source_stride, num_rows, scales, inverses):
+    """The scales of GROUP floats of each of at most LANES / 2 rows, ``source_stride`` bytes apart, and their factors
+    before rounding, `inverse_of`."""
+    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
 
     def larger(a, b):
         return builder.select(builder.icmp_signed(">", a, b), a, b)
 
-    def narrow(value):
-        return simd.first_lanes(builder, value, lanes)
+    def emit(height):
+        found = []
+        for row in _rows(builder, source, source_stride, height):
+            bits = [builder.and_(builder.bitcast(values, _WORDS), magnitude) for values in row]
+            found.append(functools.reduce(larger, bits))
+        lanes = _lanes_of(height)
+        folded = simd.first_lanes(builder, simd.fold_rows(builder, found, larger), lanes)
+        largest = builder.bitcast(folded, simd.vector(F32, lanes))
+        scale = builder.fdiv(largest, simd.constant_like(largest, 127.0))
+        _store_each(builder, builder.bitcast(scale, folded.type), height, scales)
+        simd.store(builder, _inverse(builder, largest), inverses)
 
-    def store_each(value, address):
-        if lanes == height:
-            simd.store(builder, value, address)
-        else:
-            is_row = ir.Constant(simd.vector(simd.I1, lanes), [lane < height for lane in range(lanes)])
-            simd.masked_store(builder, value, address, is_row)
+    simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
 
-    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
-    found = []
-    for row in rows:
-        bits = [builder.and_(builder.bitcast(values, _WORDS), magnitude) for values in vectors(row)]
-        found.append(functools.reduce(larger, bits))
-    largest = builder.bitcast(narrow(simd.fold_rows(builder, found, larger)), simd.vector(F32, lanes))
-    store_each(
-        builder.bitcast(builder.fdiv(largest, simd.constant_like(largest, 127.0)), simd.vector(I32, lanes)), scales_at
-    )
-    inverses = _inverse(builder, largest)
-    sums, magic = [], simd.splat_constant(F32, _MAGIC)
-    for r, row in enumerate(rows):
-        order = ir.Constant(_WORDS, [r] * LANES)
-        inverse = builder.shuffle_vector(inverses, inverses, order)
-        # Rounded, plus a number without low bits. NaN and infinity leave anything: their scale is not finite.
-        moved = [builder.fadd(builder.fmul(values, inverse), magic) for values in vectors(row)]
-        bits = [builder.bitcast(values, _WORDS) for values in moved]
-        sums.append(functools.reduce(builder.add, bits))
-        simd.store(builder, _low_bytes(builder, bits), simd.offset(builder, words, r * GROUP_WORDS * 4))
-    total = narrow(simd.fold_rows(builder, sums, builder.add))
-    total = builder.sub(total, simd.splat_constant(I32, GROUP * _MAGIC_BITS & 0xFFFFFFFF, lanes))
-    store_each(builder.mul(total, simd.splat_constant(I32, -ZERO_POINT, lanes)), starts_at)
+
+@emitted(types.void, *[types.intp] * 6)
+def arrange_group(builder, source, source_stride, num_rows, words, inverses, starts):
+    """The same floats as int8 by those factors: a row's GROUP_WORDS words after the other's, and where integer sums
+    begin."""
+
+    def emit(height):
+        sums, magic = [], simd.splat_constant(F32, _MAGIC)
+        for r, row in enumerate(_rows(builder, source, source_stride, height)):
+            inverse = simd.splat(builder, simd.load(builder, simd.offset(builder, inverses, r * 4), F32, 4))
+            # Rounded, plus a number without low bits. NaN and infinity leave anything: their scale is not finite.
+            moved = [builder.fadd(builder.fmul(values, inverse), magic) for values in row]
+            bits = [builder.bitcast(values, _WORDS) for values in moved]
+            sums.append(functools.reduce(builder.add, bits))
+            simd.store(builder, _low_bytes(builder, bits), simd.offset(builder, words, r * GROUP_WORDS * 4))
+        lanes = _lanes_of(height)
+        total = simd.first_lanes(builder, simd.fold_rows(builder, sums, builder.add), lanes)
+        total = builder.sub(total, simd.splat_constant(I32, GROUP * _MAGIC_BITS & 0xFFFFFFFF, lanes))
+        start = builder.mul(total, simd.splat_constant(I32, -ZERO_POINT, lanes))
+        _store_each(builder, start, height, starts)
+
+    simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
+
+
+def _rows(builder, source, stride, height):
+    """The vectors of a group of each row."""
+    for r in range(height):
+        row = builder.add(source, builder.mul(stride, _i64(r)))
+        places = [simd.offset(builder, row, first * 4) for first in range(0, GROUP, LANES)]
+        yield [simd.load(builder, place, simd.vector(F32), 4) for place in places]
+
+
+def _lanes_of(height):
+    """The power of two of lanes that hold a number of each row."""
+    return 1 << (height - 1).bit_length()
+
+
+def _store_each(builder, value, height, address):
+    """Stores the first ``height`` lanes."""
+    lanes = value.type.count
+    if lanes == height:
+        simd.store(builder, value, address)
+    else:
+        is_row = ir.Constant(simd.vector(simd.I1, lanes), [lane < height for lane in range(lanes)])
+        simd.masked_store(builder, value, address, is_row)
 
 
 def _low_bytes(builder, vectors):
