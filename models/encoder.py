@@ -46,6 +46,10 @@ class BothWays(Model):
         usual = float32 if self.device.kind == "cpu" else None
         return super().kv_cache_spec(block_size, dtype or self.kv_dtype or usual)
 
+    def needs_pages(self, page_dtype: DType) -> bool:
+        """Whether layers write to the pages, of this type: else their number does not matter."""
+        return True
+
     def compute_logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         raise InvalidArgumentError(f"{self.config.architecture} is an encoder: it has no logits of tokens")
 

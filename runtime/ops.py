@@ -797,7 +797,7 @@ def text_attention(
     `qkv_prepare` and `attention`, unless the device has a kernel that does without pages, which are not written then.
     """
     op, backend = "text_attention", _backend("text_attention", "qkv", qkv)
-    if not backend.takes_texts(k_cache, head_dim):
+    if not backend.takes_texts(k_cache.dtype, head_dim):
         q = qkv_prepare(
             qkv, batch.positions, num_q_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, rope=None,
             q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache, v_cache=v_cache,
@@ -813,6 +813,11 @@ def text_attention(
     return backend.text_attention(  # type: ignore[no-any-return]
         qkv, batch, group, block_size, num_heads, head_dim, scale, position_bias
     )
+
+
+def texts_need_pages(device: Device, page_dtype: DType, head_dim: int) -> bool:
+    """Whether `text_attention` writes keys and values to pages of this type, and reads them there."""
+    return not backend_of(device).takes_texts(page_dtype, head_dim)
 
 
 BIAS_MARGIN = 64

@@ -20,7 +20,7 @@ from numba_kernels.latent_rows import LatentBytes
 from runtime.backends.checks import check, fail
 from runtime.backends.cpu_threads import new, num_workers, share_among
 from runtime.batch import Batch
-from runtime.dtype import PAGES, NDArray, float32
+from runtime.dtype import PAGES, DType, NDArray, float32
 from runtime.linear.norm import RmsNorm
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -224,9 +224,9 @@ def attention(
     return result
 
 
-def takes_texts(k_cache: Tensor, head_dim: int) -> bool:
+def takes_texts(page_dtype: DType, head_dim: int) -> bool:
     """Whether `text_attention` takes heads of this size without the pages."""
-    return k_cache.dtype == float32 and _texts.takes(head_dim)
+    return page_dtype == float32 and _texts.takes(head_dim)
 
 
 def text_attention(

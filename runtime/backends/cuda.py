@@ -48,7 +48,7 @@ from runtime.backends.cuda_state import delta_rule, mamba, short_conv
 from runtime.backends.cuda_tensor import alignment, id_flag, remembered, upload, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
-from runtime.dtype import bfloat16, float16, float32
+from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.linear.weight import GpuWeight, PackedWeight, RowWeight
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -302,7 +302,7 @@ def qkv_attention(
     return _attend(plan, qkv, sizes, k_cache, v_cache, batch, group, scale, sinks, page_scales, of_heads)
 
 
-def takes_texts(k_cache: Tensor, head_dim: int) -> bool:
+def takes_texts(page_dtype: DType, head_dim: int) -> bool:
     """False: attention reads pages."""
     return False
 

@@ -13,6 +13,7 @@ import pytest
 
 from models.errors import ConfigError, ModelLoadError
 from models.registry import load_model
+from runtime.backends import cpu
 from runtime.device.device import CPU, Device
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
@@ -147,6 +148,18 @@ def test_long_passes_are_not_recorded(tmp_path: Path) -> None:
     assert recorded.takes([64] * 4)
     assert not recorded.takes([64, 64, 64, 65])
     assert not recorded.takes([1] * 5), "more texts than a step has sequences"
+
+
+def test_pages_that_no_layer_writes_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CASES, "bert", {**CASES["bert"], "num_attention_heads": 3})
+    model = load_model(write_encoder(tmp_path, "bert"))
+    recorded, texts = EncoderPasses(model, LIMITS, open_recorder(CPU)), [IDS, IDS[:5], IDS[::-1]]
+    without = passes_of(model)(texts)
+    np.testing.assert_array_equal(passes_of(model, recorded)(texts), without)
+    assert recorded.pages.num_blocks == 1
+    monkeypatch.setattr(cpu, "takes_texts", lambda *_: False)
+    assert EncoderPasses(model, LIMITS, open_recorder(CPU)).pages.num_blocks > 1
+    assert relative_error(passes_of(model)(texts), without) <= 1e-5
 
 
 def test_nomic_bert_as_it_is_published(tmp_path: Path) -> None:

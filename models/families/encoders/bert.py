@@ -35,6 +35,7 @@ from models.layer_norm import LayerNorm
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
+from runtime.dtype import DType
 from runtime.linear.linear import Linear
 from runtime.pooling import SPAN_LABELS
 from runtime.tensor.tensor import Tensor
@@ -97,6 +98,9 @@ class BertModel(Encoder):
             Dense.of(dense, hidden, hidden, _HEAD_ACTIVATIONS.get(config.label_head, "tanh")),
             Dense.of(last, len(config.labels), hidden),
         )
+
+    def needs_pages(self, page_dtype: DType) -> bool:
+        return ops.texts_need_pages(self.device, page_dtype, self.config.head_dim)
 
     def embed(self, batch: Batch) -> Tensor:
         assert batch.token_types is not None, "a pass of an encoder has them"

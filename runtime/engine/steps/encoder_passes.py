@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from runtime.batch import Batch
 from runtime.device.errors import CaptureError
 from runtime.engine.limits import EngineLimits
-from runtime.engine.steps.executor import Model
+from runtime.engine.steps.executor import BidirectionalModel, Model
 from runtime.engine.steps.layout import StepLayout
 from runtime.engine.steps.recorder import Recorder, Recording, Recordings
-from runtime.kv.cache import KVCache
+from runtime.kv.cache import KVCache, KVCacheSpec, LayerCache
 from runtime.tensor.tensor import Tensor
 
 
@@ -67,6 +67,14 @@ class _Recorded:
         return result
 
 
+def pages_of(model: Model, spec: KVCacheSpec, num_blocks: Sequence[int]) -> KVCache:
+    """Pages of so many blocks by pool; one block each if the model writes none."""
+    dtypes = {layer.dtype or spec.dtype for layer in spec.layers if isinstance(layer, LayerCache)}
+    if isinstance(model, BidirectionalModel) and not any(map(model.needs_pages, dtypes)):
+        num_blocks = [1] * len(num_blocks)
+    return KVCache(spec, num_blocks)
+
+
 class EncoderPasses:
     """The recorded passes of one model. Belongs to the thread that runs passes.
 
@@ -96,7 +104,8 @@ class EncoderPasses:
         if self._pages is None:
             size, spec = self._limits.block_size, self.spec
             most = self._limits.max_num_batched_tokens // size + self._limits.max_num_seqs
-            self._pages = KVCache(spec, [most * spec.group_pools.count(pool) for pool in range(len(spec.block_bytes))])
+            counts = [most * spec.group_pools.count(pool) for pool in range(len(spec.block_bytes))]
+            self._pages = pages_of(self._model, spec, counts)
         return self._pages
 
     def _shape(self, lengths: tuple[int, ...]) -> _Shape:

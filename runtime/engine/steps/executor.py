@@ -73,6 +73,10 @@ class BidirectionalModel(Protocol):
         """The different windows of its layers, in tokens on each side, a token's own included."""
         ...
 
+    def needs_pages(self, page_dtype: DType) -> bool:
+        """Whether layers write to the pages, of this type: else their number does not matter."""
+        ...
+
 
 @runtime_checkable
 class ExpandingModel(Protocol):

@@ -8,12 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.limits import EngineLimits
-from runtime.engine.steps.encoder_passes import EncoderInputs, EncoderPasses
+from runtime.engine.steps.encoder_passes import EncoderInputs, EncoderPasses, pages_of
 from runtime.engine.steps.executor import BidirectionalModel, Model
 from runtime.engine.steps.layout import BlockTables, lay_out
 from runtime.engine.steps.pictures import PictureStore
 from runtime.engine.steps.step_input import PassPictures
-from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
@@ -70,7 +69,7 @@ class PagedSidePass:
                     count = 2
                     self._states.append((group, row, [first, first + 1]))
                 num_used[pool] += count
-        self._pages = KVCache(spec, num_used) if self._passes is None else self._passes.pages
+        self._pages = pages_of(model, spec, num_used) if self._passes is None else self._passes.pages
 
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
