@@ -1,8 +1,9 @@
 """`bench encoders`: this engine's vectors against llama.cpp's and transformers', on the same weights, in turns.
 
-For each model and type of weights all sides load one folder of seeded random weights. Vectors of every workload are
-compared, then each is timed in rounds, all sides in turns, the first one rotating. Ours is `LLM.embed`; a peer runs the
-fastest of its own settings. Our server is also started on the folder: the time until it is ready, its memory, and how
+For each model and type of the peers' weights all sides load one folder of seeded random weights: ours once for each of
+its types that are compared with these. Vectors of every workload are compared, then each is timed in rounds, all sides
+in turns, the first one rotating. Ours is `LLM.embed`; a peer runs the fastest of its own settings, by every second of
+many texts. Our server is also started on the folder: the time until it is ready, its memory, and how
 much longer a request over HTTP takes than `LLM.embed`.
 """
 
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ LEAST_COSINE = {"float32": 0.9995, "bfloat16": 0.99, "int8": 0.98}
 NUM_STARTS = 3
 NUM_REQUESTS = 30
 _REPEATS_OF_ONE = 20
+_MANY_TEXTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,8 @@ class Turn:
 class OurSide:
     """`LLM.embed`, vectors of length one."""
 
-    name = OURS
-
-    def __init__(self, llm: LLM, shape: EncoderShape, clock: str) -> None:
+    def __init__(self, name: str, llm: LLM, shape: EncoderShape, clock: str) -> None:
+        self.name = name
         self._llm, self._pooling, self._clock = llm, shape.pooling, CLOCKS[clock]
 
     def embed(self, prompts: list[list[int]]) -> Turn:
@@ -69,10 +70,6 @@ class OurSide:
         found = self._llm.embed(prompts, pooling=self._pooling, normalize=True, use_tqdm=False)
         seconds, used_s = self._clock() - start, time.process_time() - used
         return Turn(np.array([each.outputs.embedding for each in found], np.float32), seconds, used_s)
-
-    def choose_variant(self, prompts: list[list[int]]) -> None:
-        """It has one."""
-        self.embed(prompts)
 
 
 class PeerSide:
@@ -98,8 +95,8 @@ class PeerSide:
         return Turn(np.load(path), reply["wall_s"], reply["used_s"])
 
     def choose_variant(self, prompts: list[list[int]]) -> None:
-        """The fastest variant, by one run each after a first one."""
-        self.embed(prompts)
+        """The fastest variant, by one run each after a first one of a few texts."""
+        self.embed(prompts[:2])
         seconds = {}
         for variant in self._variants:
             self.variant = variant
@@ -149,31 +146,34 @@ def bench_encoders(
                 LimitMeter(partial(CpuLimits.of, 1, unit_rates())) if one_thread else outer.enter_context(open_meter())
             )
         for model in models:
-            for dtype in dtypes:
-                say(f"{model}, {dtype}: writing and loading")
-                shape = shapes[model]
-                with (
-                    tempfile.TemporaryDirectory(prefix="xserv-encoders-") as name,
-                    _opened(Path(name), shape, dtype, seed, clock) as llm,
-                    contextlib.ExitStack() as stack,
-                ):
-                    sides: list[OurSide | PeerSide] = [OurSide(llm, shape, clock)]
-                    for engine in peers:
-                        child = stack.enter_context(
-                            ChildProcess([str(pythons[engine.name]), str(engine.script)], engine.name)
-                        )
-                        side = PeerSide(engine.name, child, Path(name), shape, PEER_DTYPES[dtype], clock)
-                        report["peers"].setdefault(engine.name, side.versions)
-                        sides.append(side)
-                    for each in texts:
-                        say(f"{model}, {dtype}: {each.name}")
-                        row = _measured(sides, each.ids(shape.config["vocab_size"], seed), dtype, num_rounds, meter)
-                        row = {"model": model, "dtype": dtype, "texts": each.name, **row}
-                        measured.append((shape, each, row))
-                    if serves:
-                        stack.close()
+            for peer_dtype in dict.fromkeys(PEER_DTYPES[dtype] for dtype in dtypes):
+                own = [dtype for dtype in dtypes if PEER_DTYPES[dtype] == peer_dtype]
+                what, shape = f"{model}, {', '.join(own)}", shapes[model]
+                say(f"{what}: writing and loading")
+                with tempfile.TemporaryDirectory(prefix="xserv-encoders-") as name, contextlib.ExitStack() as stack:
+                    folder = Path(name)
+                    shape.write(folder, seed, peer_dtype)
+                    ours = {}
+                    for dtype in own:
+                        llm = stack.enter_context(LLM(skip_tokenizer_init=True, **_arguments(folder, dtype)))
+                        ours[dtype] = OurSide(f"{OURS} {dtype}", llm, shape, clock)
+                    with contextlib.ExitStack() as inner:
+                        others = []
+                        for engine in peers:
+                            child = inner.enter_context(
+                                ChildProcess([str(pythons[engine.name]), str(engine.script)], engine.name)
+                            )
+                            others.append(PeerSide(engine.name, child, folder, shape, peer_dtype, clock))
+                            report["peers"].setdefault(engine.name, others[-1].versions)
+                        for each in texts:
+                            say(f"{what}: {each.name}")
+                            prompts = each.ids(shape.config["vocab_size"], seed)
+                            for dtype, row in _measured(ours, others, prompts, num_rounds, meter).items():
+                                row = {"model": model, "dtype": dtype, "texts": each.name, **row}
+                                measured.append((shape, each, row))
+                    for dtype in own if serves else ():
                         say(f"{model}, {dtype}: serving")
-                        served = _served(Path(name), sides[0], texts[0].ids(shape.config["vocab_size"], seed)[0], dtype)
+                        served = _served(folder, ours[dtype], texts[0].ids(shape.config["vocab_size"], seed)[0], dtype)
                         report["served"].append({"model": model, "dtype": dtype, **served})
         report["limits"] = meter.report()
         for shape, each, row in measured:
@@ -191,29 +191,26 @@ def _arguments(folder: Path, dtype: str) -> dict[str, Any]:
     return {"model": str(folder), "device": "cpu", "dtype": dtype}
 
 
-@contextlib.contextmanager
-def _opened(folder: Path, shape: EncoderShape, dtype: str, seed: int, clock: str) -> Iterator[LLM]:
-    shape.write(folder, seed, PEER_DTYPES[dtype])
-    with LLM(skip_tokenizer_init=True, **_arguments(folder, dtype)) as llm:
-        yield llm
-
-
 def _measured(
-    sides: Sequence[OurSide | PeerSide], prompts: list[list[int]], dtype: str, num_rounds: int, meter: LimitMeter
-) -> dict[str, Any]:
-    """The row but for the fields that depend on the limits."""
-    agreement = {}
-    for side in sides:
-        side.choose_variant(prompts)
-    ours = sides[0].embed(prompts).vectors
-    for side in sides[1:]:
-        cosines = (ours.astype(np.float64) * side.embed(prompts).vectors).sum(axis=1)
-        agreement[side.name] = float(cosines.min())
-        if not agreement[side.name] >= LEAST_COSINE[dtype]:
-            raise BenchmarkError(
-                f"{side.name}'s vectors differ from ours: a cosine is {agreement[side.name]:.5f}, "
-                f"less than {LEAST_COSINE[dtype]}"
-            )
+    ours: Mapping[str, OurSide], peers: Sequence[PeerSide], prompts: list[list[int]], num_rounds: int,
+    meter: LimitMeter,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """By type of our weights, the row but for the fields that depend on the limits."""
+    step = 2 if len(prompts) > _MANY_TEXTS else 1
+    few = prompts[::step]
+    for peer in peers:
+        peer.choose_variant(few)
+    vectors = {dtype: side.embed(prompts).vectors.astype(np.float64) for dtype, side in ours.items()}
+    agreement: dict[str, dict[str, float]] = {dtype: {} for dtype in ours}
+    for peer in peers:
+        theirs = peer.embed(few).vectors
+        for dtype, found in vectors.items():
+            cosine = float((found[::step] * theirs).sum(axis=1).min())
+            agreement[dtype][peer.name] = cosine
+            if not cosine >= LEAST_COSINE[dtype]:
+                raise BenchmarkError(
+                    f"{peer.name}'s vectors differ from ours: a cosine is {cosine:.5f}, less than {LEAST_COSINE[dtype]}"
+                )
     repeats = _REPEATS_OF_ONE if len(prompts) == 1 else 1
 
     def turn(side: OurSide | PeerSide) -> Callable[[], list[Turn]]:
@@ -223,25 +220,29 @@ def _measured(
         meter.measure()
         return []
 
-    found = interleaved({**{side.name: turn(side) for side in sides}, "limits": limits}, num_rounds)
-    seconds = {
-        side.name: [statistics.median(each.clock_s for each in turns) for turns in found[side.name]] for side in sides
-    }
-    used = {side.name: statistics.median(t.used_s for turns in found[side.name] for t in turns) for side in sides}
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    best = min((median for name, median in medians.items() if name != OURS), default=None)
+    sides: list[OurSide | PeerSide] = [*ours.values(), *peers]
+    turns = interleaved({**{side.name: turn(side) for side in sides}, "limits": limits}, num_rounds)
+    summaries = {side.name: _summary(turns[side.name]) for side in sides}
+    best = min((summaries[peer.name]["median_s"] for peer in peers), default=None)
     return {
-        "sides": {
-            name: {"median_s": medians[name], "median_processor_s": used[name], "rounds_s": seconds[name]}
-            for name in seconds
-        },
-        "variants": {side.name: side.variant for side in sides if isinstance(side, PeerSide)},
-        "least_cosine": agreement,
-        "ratio": None if best is None else best / medians[OURS],
+        dtype: {
+            "sides": {OURS: summaries[own.name], **{peer.name: summaries[peer.name] for peer in peers}},
+            "variants": {peer.name: peer.variant for peer in peers},
+            "least_cosine": agreement[dtype],
+            "ratio": None if best is None else best / summaries[own.name]["median_s"],
+        }
+        for dtype, own in ours.items()
     }
 
 
-def _served(folder: Path, ours: OurSide | PeerSide, prompt: list[int], dtype: str) -> dict[str, Any]:
+def _summary(rounds: list[list[Turn]]) -> dict[str, Any]:
+    """The medians of a side's rounds."""
+    seconds = [statistics.median(turn.clock_s for turn in turns) for turns in rounds]
+    used_s = statistics.median(turn.used_s for turns in rounds for turn in turns)
+    return {"median_s": statistics.median(seconds), "median_processor_s": used_s, "rounds_s": seconds}
+
+
+def _served(folder: Path, ours: OurSide, prompt: list[int], dtype: str) -> dict[str, Any]:
     """A warm start of our server, the best of some, and the processor time of its processes until then; its memory; and
     one text over HTTP in turns with `LLM.embed`."""
     command = [sys.executable, "-P", *python_module("runtime.bench.load.own_server")]
@@ -288,7 +289,7 @@ def _thread_s(pid: int) -> float:
 
 
 def _over_http(
-    started: Mapping[str, Any], server: int, ours: OurSide | PeerSide, prompt: list[int]
+    started: Mapping[str, Any], server: int, ours: OurSide, prompt: list[int]
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds of requests for one text, "http" and "direct" in turns, on one connection: of the clock, and of the
     processor in the server's processes, or in ours."""
