@@ -115,4 +115,4 @@ def normalized(vector: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.stack([normalized(row) for row in vector])
     wide = vector.astype(np.float64)
     length = math.sqrt(wide @ wide)
-    return (vector / length if length > 0 else vector).astype(np.float32)
+    return np.asarray(vector / length if length > 0 else vector, np.float32)

@@ -73,6 +73,9 @@ def _when_there_is_room(call: Callable[[], T]) -> T:
             time.sleep(error.retry_after_s)
 
 
+Start = Callable[[], Future[NDArray[np.float32]]]
+
+
 def _if_there_is_room(call: Callable[[], T]) -> T | None:
     try:
         return call()
@@ -345,10 +348,18 @@ class LLM(LoadedModel):
         self, asked: Sequence[AskedPooling], pooling: str | None, task: PoolingTask, use_tqdm: bool
     ) -> list[NDArray[np.float32]]:  # fmt: skip
         """The engine's result of each, in their order."""
+
+        def begin(each: AskedPooling, embed: Callable[..., Future[NDArray[np.float32]]]) -> Start:
+            return partial(
+                embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from, each.num_unpooled
+            )
+
         waiting: list[Future[NDArray[np.float32]]] = []
         found: list[NDArray[np.float32]] = []
-        embed = self.client.embed_here if len(asked) == 1 else self.client.embed
         try:
+            if len(asked) == 1:
+                waiting.append(_when_there_is_room(begin(asked[0], self.client.embed_here)))
+                return [waiting[0].result()]
             with progress("Prompts", len(asked), use_tqdm) as advance:
 
                 def take_next() -> None:
@@ -356,10 +367,7 @@ class LLM(LoadedModel):
                     advance()
 
                 for each in asked:
-                    start = partial(
-                        embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from,
-                        each.num_unpooled,
-                    )  # fmt: skip
+                    start = begin(each, self.client.embed)
                     while (future := _if_there_is_room(start)) is None:
                         if len(found) < len(waiting):
                             take_next()

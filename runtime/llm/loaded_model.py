@@ -302,8 +302,9 @@ class LoadedModel(ChangingWeights):
         elif prompt_name:
             raise RequestError("prompt_name is for prompts that are texts", param="prompt_name")
         text, token_ids = self._encode(prompt, takes_images=True)
-        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
-        return AskedPooling(text, *self._with_images(prompt, token_ids), salt, None, left_out)
+        if not isinstance(prompt, Mapping):
+            return AskedPooling(text, token_ids, (), None, None, left_out)
+        return AskedPooling(text, *self._with_images(prompt, token_ids), prompt.get("cache_salt"), None, left_out)
 
     def _room(self, most: int | None) -> int | None:
         """The tokens that `truncate_prompt_tokens` leaves of a text."""

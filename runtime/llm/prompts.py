@@ -31,7 +31,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list. Raises ``RequestError`` for anything else."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not hasattr(prompts, "__iter__"):
         raise RequestError(
             f"prompts must be a text, token ids, or a list of them, got {prompts!r:.80}", param="prompts"
         )
@@ -39,7 +39,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and all(is_integer(item) for item in listed):
         return [listed]
     for item in listed:
-        if not isinstance(item, (str, Mapping)) and not hasattr(item, "__iter__"):
+        if not hasattr(item, "__iter__"):
             raise RequestError(f"a prompt is a text or a list of token ids, got {item!r:.80}", param="prompts")
     return listed
 
