@@ -53,6 +53,8 @@ SETTINGS: dict[str, Any] = {
 SHARED_MEMORY = Link(2e-3, 2e9)
 """Between two processes: what `time_second_token` finds that a hand-over adds."""
 WAIT_S = 120.0
+LEARNED = 100
+"""Requests at the first rate before the measured ones: `auto` plans by those that have ended, and again with 128."""
 
 
 def warm_up(fleet: Fleet, trace: Trace) -> None:
@@ -204,7 +206,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 def measure(given: argparse.Namespace, report: dict[str, Any]) -> None:
     trace = read_trace(given.trace)
-    measured = stretch(trace, given, 20 + given.fit_requests, given.num_requests)
+    first = 20 + given.fit_requests
+    measured = stretch(trace, given, first, given.num_requests)
+    learned = stretch(trace, given, first + given.num_requests, LEARNED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, 1024, LAYERS, MOST_TOKENS)
@@ -213,7 +217,7 @@ def measure(given: argparse.Namespace, report: dict[str, Any]) -> None:
         for variant in given.variants:
             with closing(fleet_of(variant, folder, given)) as fleet:
                 warm_up(fleet, stretch(trace, given, 0, 40))
-                serve(fleet, stretch(trace, given, 0, 20), given.rates[0])
+                serve(fleet, learned, 0.99 * given.rates[0])  # other prompts than those of this rate
                 for rate in given.rates:
                     report.setdefault("runs", []).append(run_of(variant, fleet, measured, rate, given.targets))
 
