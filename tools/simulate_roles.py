@@ -34,10 +34,10 @@ TRACES = {
     "code": "AzureLLMInferenceTrace_code.csv",
     "moon": "mooncake_conversation.jsonl",
 }
-AZURE = "github.com/Azure/AzurePublicDataset, data/{}, commit b469a113"
+AZURE = "github.com/Azure/AzurePublicDataset, data/"
 SOURCES = {
-    "conv": AZURE.format(TRACES["conv"]),
-    "code": AZURE.format(TRACES["code"]),
+    "conv": AZURE + TRACES["conv"],
+    "code": AZURE + TRACES["code"] + ", commit b469a113",
     "moon": "github.com/kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl",
 }
 TARGETS = {
