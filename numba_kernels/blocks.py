@@ -150,6 +150,11 @@ class Block:
         return self.planes[0].bits == 8
 
     @property
+    def has_power_scales(self) -> bool:
+        """Whether the scales of x beside it are powers of two, which cost no multiplication."""
+        return self.elements == 256
+
+    @property
     def largest(self) -> int:
         """The largest unsigned byte that is multiplied."""
         return max(self.table) if self.table else (1 << sum(plane.bits for plane in self.planes)) - 1

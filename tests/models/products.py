@@ -52,7 +52,8 @@ def compared_products() -> Iterator[list[float]]:
             np.testing.assert_array_equal(linear(x, weight).numpy(), np.concatenate(parts, 1))
             return op(x, twin, *more, **rest)
         if weight.format.name in BLOCKS and weight.format.activation is not None:
-            rows = int8.rounded_by_blocks(x.numpy()).astype(np.float32)
+            has_powers = BLOCKS[weight.format.name].has_power_scales
+            rows = int8.rounded_by_blocks(x.numpy(), has_powers=has_powers).astype(np.float32)
         else:
             rows = as_multiplied(x.numpy(), weight.format.element.numpy)
         rounded = Tensor.from_numpy(rows)

@@ -53,18 +53,24 @@ def linear(x, rows, bias=None, residual=None):
 BLOCK = 32
 
 
-def rounded_by_blocks(x: np.ndarray) -> np.ndarray:
-    """``x [T, K]`` as a product takes it: each group's largest magnitude stands for 127."""
+def rounded_by_blocks(x: np.ndarray, *, has_powers: bool) -> np.ndarray:
+    """``x [T, K]`` as a product takes it: each group's largest magnitude stands for 127, or, where scales are powers of
+    two, for 64 to 127."""
     groups = x.reshape(len(x), x.shape[1] // BLOCK, BLOCK)
     largest = np.abs(groups).max(2, keepdims=True)
+    scale = largest / np.float32(127)
     with np.errstate(all="ignore"):
         inverse = np.where(largest > 0, np.float32(127) / largest, 0).astype(np.float32)
-    return (np.rint(groups * inverse).astype(np.float64) * (largest / np.float32(127))).reshape(x.shape)
+        if has_powers:
+            scale = np.where(largest > 0, np.exp2(np.ceil(np.log2(largest.astype(np.float64) / 127))), 0)
+            inverse = np.where(largest > 0, 1 / scale, 0)
+    return (np.rint(groups * inverse).astype(np.float64) * scale).reshape(x.shape)
 
 
 def linear_of_blocks(
-    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, residual: np.ndarray | None = None
-) -> np.ndarray:
+    x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None, residual: np.ndarray | None = None, *,
+    has_powers: bool,
+) -> np.ndarray:  # fmt: skip
     """``weight [N, K]`` are the floats that the blocks stand for."""
-    out = rounded_by_blocks(x) @ weight.astype(np.float64).T
+    out = rounded_by_blocks(x, has_powers=has_powers) @ weight.astype(np.float64).T
     return out + (0 if bias is None else bias) + (0 if residual is None else residual)

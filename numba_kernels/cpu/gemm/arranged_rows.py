@@ -39,6 +39,7 @@ from numba_kernels.cpu.gemm.packed_words import (
     inverse_of,
     largest_bits,
     quantize_block,
+    quantize_blocks,
     quantize_words,
     round_pairs,
     scale_of,
@@ -118,13 +119,13 @@ def arrange_pair_rows(x, x_stride, depth, rows, words, row_words, target):
 
 
 @njit(nogil=True)
-def arrange_block_rows(x, x_stride, length, rows, start, is_halved, target):
+def arrange_block_rows(x, x_stride, length, rows, start, is_halved, has_power, target):
     """`arrange_blocks` for AMX: each group's rows of words, then their scales and both starts."""
     group = block_on_stack()
     for element in range(0, length, X_GROUP):
         after = target + X_WORDS * rows * 4
         for row in range(rows):
-            quantize_block(x + (row * x_stride + element) * 4, group, start, is_halved)
+            quantize_block(x + (row * x_stride + element) * 4, group, start, is_halved, has_power)
             words = int32_at(target + row * X_WORDS * 4, X_WORDS)
             made = int32_at(group, X_ROW_WORDS)
             for word in range(X_WORDS):
@@ -208,26 +209,31 @@ arrange_groups = _arrange_groups_of_pairs if _HAS_PAIRS else _arrange_groups_of_
 
 
 @njit(nogil=True)
-def arrange_blocks(x, stride, length, rows, start, is_halved, as_pairs, target):
+def arrange_blocks(x, stride, length, rows, start, is_halved, has_power, as_pairs, target):
     """A tile's quantised groups for weights in blocks, whose integer sums begin at ``start`` times the sum of x: the
     first ``length`` elements of rows ``stride`` apart; ``as_pairs`` of int16."""
+    if not as_pairs:
+        for element in range(0, length, X_GROUP):
+            source = x + element * 4
+            if rows == 1:
+                quantize_block(source, target, start, is_halved, has_power)
+            else:
+                quantize_blocks(source, stride * 4, rows, start, target, is_halved, has_power)
+            target += X_ROW_WORDS * rows * 4
+        return
     groups = block_on_stack()
     evens = block_on_stack()
     odds = block_on_stack()
     line = LANES * 4
-    words = (2 * X_WORDS if as_pairs else X_WORDS) + _TAIL_WORDS
+    words = 2 * X_WORDS + _TAIL_WORDS
     end = target + length // X_GROUP * words * rows * 4
     for element in range(0, length, X_GROUP):
         for row in range(rows):
-            place = target if rows == 1 and not as_pairs else groups + row * line
-            quantize_block(x + (row * stride + element) * 4, place, start, is_halved)
-            if as_pairs:
-                split_pairs(place, evens + row * line, odds + row * line)
-        if as_pairs:
-            half = X_WORDS * rows * 4
-            arrange_words(evens, line, rows, X_WORDS, target, end)
-            arrange_words(odds, line, rows, X_WORDS, target + half, end)
-            arrange_words(groups + X_WORDS * 4, line, rows, _TAIL_WORDS, target + 2 * half, end)
-        elif rows > 1:
-            arrange_words(groups, line, rows, words, target, end)
+            place = groups + row * line
+            quantize_block(x + (row * stride + element) * 4, place, start, is_halved, has_power)
+            split_pairs(place, evens + row * line, odds + row * line)
+        half = X_WORDS * rows * 4
+        arrange_words(evens, line, rows, X_WORDS, target, end)
+        arrange_words(odds, line, rows, X_WORDS, target + half, end)
+        arrange_words(groups + X_WORDS * 4, line, rows, _TAIL_WORDS, target + 2 * half, end)
         target += words * rows * 4

@@ -222,7 +222,10 @@ def product_parts(stored: Any) -> ProductParts:
     else:
         elements, unit_words = ELEMENTS_A_WORD[np.dtype(stored).name], 1
         span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
-    start, is_halved = (start_in_rows(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
+    start, is_halved, has_power = 0, False, False
+    if is_integers:
+        start, is_halved = start_in_rows(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP
+        has_power = BLOCKS[stored].has_power_scales
     are_rows, has_amx, most_narrow = are_pair_rows(stored), uses_amx(stored), most_narrow_rows(stored)
     is_e4m3, has_buffer = is_block and BLOCKS[stored].is_e4m3, unpacks(stored)
     has_wide = has_amx or has_buffer
@@ -274,9 +277,9 @@ def product_parts(stored: Any) -> ProductParts:
             target += begin * group_size * rows * 4
             length, as_pairs = (end - begin) * X_GROUP, has_pairs and is_wide
             if has_amx and is_wide:
-                arrange_block_rows(x, a.x_stride, length, rows, start, is_halved, target)
+                arrange_block_rows(x, a.x_stride, length, rows, start, is_halved, has_power, target)
             else:
-                arrange_blocks(x, a.x_stride, length, rows, start, is_halved, as_pairs, target)
+                arrange_blocks(x, a.x_stride, length, rows, start, is_halved, has_power, as_pairs, target)
             padding = words // unit_words * (elements // X_GROUP) - groups
             if end == groups and padding:
                 float32_at(target + (end - begin) * group_size * rows * 4, padding * group_size * rows)[:] = np.float32(

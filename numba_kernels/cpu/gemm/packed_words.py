@@ -20,6 +20,7 @@ GROUP = 64  # neighbours in K that share a scale where activations are quantised
 GROUP_WORDS = GROUP // 4
 ZERO_POINT = 128  # int8 weights are stored with this added, as unsigned bytes
 _SMALLEST = 1e-30  # a group, or a row of a weight, with no larger magnitude counts as zeros
+_SMALLEST_OF_POWERS = 2.0**-94  # the same where scales are powers of two: products of scales stay normal numbers
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest even integer, which is left in the low bits
 _MAGIC_BITS = 0x4B400000
 _WORDS = simd.vector(I32)
@@ -335,9 +336,38 @@ def _low_bytes(builder, vectors):
     return builder.bitcast(builder.shuffle_vector(*halves, every), _WORDS)
 
 
-@emitted(types.void, *[types.intp] * 3, types.boolean)
-def quantize_block(builder, source, target, start, is_halved):
-    """32 floats at ``source`` as int8 to ``target``: the largest magnitude stands for 127.
+def _block_scale(builder, largest, has_power):
+    """A block's scale, of largest magnitudes (a float or a vector), and the factor before rounding to int8: the largest
+    stands for 127; ``has_power``, for 64 to 127, since the scale is a power of two. Too small a magnitude counts as
+    zeros, NaN and infinity are their scale."""
+    bits = builder.bitcast(largest, _integers_like(largest))
+
+    def number(value):
+        return ir.Constant(bits.type, [value] * bits.type.count if isinstance(bits.type, ir.VectorType) else value)
+
+    tiny, infinite, zero = (simd.constant_like(largest, each) for each in (_SMALLEST_OF_POWERS, float("inf"), 0.0))
+    above = builder.add(bits, number(0x7FFFFF - 0x7E0000))  # the next power of two, from 127 / 64 on
+    power = builder.sub(builder.and_(above, number(0x7F800000)), number(6 << 23))
+    inverse_power = builder.bitcast(builder.sub(number(254 << 23), power), largest.type)
+    is_small = builder.fcmp_ordered("<", largest, tiny)
+    is_finite = builder.fcmp_ordered("<", largest, infinite)
+    usable = builder.and_(is_finite, builder.not_(is_small))
+    power = builder.select(usable, builder.bitcast(power, largest.type), builder.select(is_small, zero, largest))
+    inverse_power = builder.select(usable, inverse_power, zero)
+    scale = builder.fdiv(largest, simd.constant_like(largest, 127.0))
+    return (
+        builder.select(has_power, power, scale),
+        builder.select(has_power, inverse_power, _inverse(builder, largest)),
+    )
+
+
+def _integers_like(value):
+    return simd.vector(I32, value.type.count) if isinstance(value.type, ir.VectorType) else I32
+
+
+@emitted(types.void, *[types.intp] * 3, types.boolean, types.boolean)
+def quantize_block(builder, source, target, start, is_halved, has_power):
+    """32 floats at ``source`` as int8 to ``target``, with the scale of `_block_scale`.
 
     Three words follow them: the scale, and where sums of products begin: ``start`` times the sums of both halves where
     ``is_halved``, else ``start`` times the whole sum, and that sum below zero, as a float. A group with NaN or infinity
@@ -353,8 +383,9 @@ def quantize_block(builder, source, target, start, is_halved):
         return builder.select(builder.icmp_signed(">", a, b), a, b)
 
     largest = builder.bitcast(simd.fold(builder, larger(first, second), larger), F32)
-    simd.store(builder, builder.fdiv(largest, ir.Constant(F32, 127.0)), behind[0])
-    inverse = simd.splat(builder, _inverse(builder, largest))
+    scale, inverse = _block_scale(builder, largest, has_power)
+    simd.store(builder, scale, behind[0])
+    inverse = simd.splat(builder, inverse)
     sums = []
     for number, half in enumerate(halves):
         whole = rounded(builder, half, inverse)
@@ -369,6 +400,70 @@ def quantize_block(builder, source, target, start, is_halved):
             total = simd.fold(builder, builder.add(*sums), builder.add)
             simd.store(builder, builder.mul(total, start), behind[1])
             simd.store(builder, builder.fneg(builder.sitofp(total, F32)), behind[2])
+
+
+@emitted(types.void, *[types.intp] * 5, types.boolean, types.boolean)
+def quantize_blocks(builder, source, source_stride, num_rows, start, target, is_halved, has_power):
+    """`quantize_block` of at most LANES / 2 rows, ``source_stride`` bytes apart: their words in turn, then their scales
+    and both other words."""
+
+    def emit(height):
+        rows = [builder.add(source, builder.mul(source_stride, _i64(r))) for r in range(height)]
+        _quantize_blocks(builder, rows, start, target, is_halved, has_power)
+
+    simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
+
+
+def _quantize_blocks(builder, rows, start, target, is_halved, has_power):
+    height, lanes = len(rows), _lanes_of(len(rows))
+    behind = [simd.offset(builder, target, (8 + word) * height * 4) for word in range(3)]
+    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
+
+    def larger(a, b):
+        return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+    def folded(values, combine):
+        return simd.first_lanes(builder, simd.fold_rows(builder, values, combine), lanes)
+
+    values, found = [], []
+    for row in rows:
+        halves = [simd.load(builder, simd.offset(builder, row, first * 4), simd.vector(F32), 4) for first in (0, LANES)]
+        values.append(halves)
+        found.append(larger(*(builder.and_(builder.bitcast(half, _WORDS), magnitude) for half in halves)))
+    largest = builder.bitcast(folded(found, larger), simd.vector(F32, lanes))
+    scales, inverses = _block_scale(builder, largest, has_power)
+    _store_each(builder, builder.bitcast(scales, simd.vector(I32, lanes)), height, behind[0])
+    whole = []
+    for r, halves in enumerate(values):
+        inverse = builder.shuffle_vector(inverses, inverses, ir.Constant(_WORDS, [r] * LANES))
+        whole.append([rounded(builder, half, inverse) for half in halves])
+    _store_in_turn(builder, [_low_bytes(builder, [*a, *b]) for a, b in _pairs(whole)], height, target)
+    start = simd.splat(builder, builder.trunc(start, I32), lanes)
+    with builder.if_else(is_halved) as (by_halves, at_once):
+        with by_halves:
+            for half, place in enumerate(behind[1:]):
+                total = folded([each[half] for each in whole], builder.add)
+                _store_each(builder, builder.mul(total, start), height, place)
+        with at_once:
+            total = folded([builder.add(*each) for each in whole], builder.add)
+            _store_each(builder, builder.mul(total, start), height, behind[1])
+            below = builder.fneg(builder.sitofp(total, simd.vector(F32, lanes)))
+            _store_each(builder, builder.bitcast(below, total.type), height, behind[2])
+
+
+def _pairs(values):
+    """Neighbours; the last one beside itself if it has none."""
+    return [(values[first], values[min(first + 1, len(values) - 1)]) for first in range(0, len(values), 2)]
+
+
+def _store_in_turn(builder, vectors, height, address):
+    """Stores ``[word, row]`` of 8 words of each of ``height`` rows, of which each vector has two."""
+    while len(vectors) > 2:
+        every = ir.Constant(simd.vector(I32, 2 * vectors[0].type.count), list(range(2 * vectors[0].type.count)))
+        vectors = [builder.shuffle_vector(a, b, every) for a, b in _pairs(vectors)]
+    order = [8 * row + word for word in range(8) for row in range(height)]
+    joined = builder.shuffle_vector(vectors[0], vectors[-1], ir.Constant(simd.vector(I32, len(order)), order))
+    simd.store(builder, joined, address)
 
 
 @emitted(types.void, KIND, *[types.intp] * 5)

@@ -25,18 +25,17 @@ from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
 from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
-from numba_kernels.cpu.target import HAS_BYTE_DOT, LANES
+from numba_kernels.cpu.target import HAS_ADDERS, LANES
 
 PREFIX = "unpacked "
 """The tile's name of blocks in the buffer, before their own name."""
 
 UNPACKED_ROWS = min(4, GEMM_ROWS) if DOT == "bytes" else GEMM_ROWS
 """The most rows of a tile. With vpdpbusd the sums and totals of four stay in registers: eight rows were up to a sixth
-slower (in Q2_K 6 % faster, docs/measurements/2026-11-30-cpu-wide-tiles.json)."""
+slower (docs/measurements/2026-11-30-cpu-wide-tiles.json)."""
 
 _MOST_ROWS, _MOST_JOINED_ROWS = 6, 3  # whose sums stay in registers; of those that are joined word by word
 _LINE_BYTES = 64
-_WORDS_A_TURN = X_WORDS if HAS_BYTE_DOT else 2  # of the loop over a group's words: its end costs 3 to 5 %
 _VECTOR_BYTES = LANES * 4
 _PARTS = range(LANES // PART)
 _WORDS, _FLOATS, _SHORTS = simd.vector(I32, PART), simd.vector(F32, PART), simd.vector(I16, 2 * PART)
@@ -218,7 +217,8 @@ class UnpackedSums:
 
 
 class WideSums(UnpackedSums):
-    """The same by vpdpbusd: all rows and all vectors of columns at once, with sums and totals in registers. The next
+    """The same by vpdpbusd: all rows and all vectors of columns at once, with sums and totals in registers. Scales of x
+    that are powers of two are multiplied without the units of products (`HAS_ADDERS`), to the same bits. The next
     tile's rows of x are prefetched: a tile's part of them is too short for hardware to do so."""
 
     def open(self, builder):
@@ -273,42 +273,35 @@ class WideSums(UnpackedSums):
                         else:
                             below = row(X_WORDS + 2, r, F32)
                         value = simd.fma(builder, below, minimum, value)
-                    total = builder.load(self.registers[r, v])
-                    builder.store(simd.fma(builder, value, row(X_WORDS, r, F32), total), self.registers[r, v])
+                    total, scale_of_x = builder.load(self.registers[r, v]), row(X_WORDS, r, F32)
+                    if block.has_power_scales and HAS_ADDERS:
+                        total = builder.fadd(total, simd.times_power(builder, value, scale_of_x))
+                    else:
+                        total = simd.fma(builder, value, scale_of_x, total)
+                    builder.store(total, self.registers[r, v])
 
     def _wide_integers(self, builder, first, vector_bytes, x_at, rows, halves):
-        """The integer sums of a group of x, by half, row and vector: of these rows."""
-        words = X_WORDS // halves
-        keys = [(half, r, v) for half in range(halves) for r in rows for v in range(self.vectors)]
-        sums = {key: cgutils.alloca_once(builder, _WORDS) for key in keys}
+        """The integer sums of a group of x, by half, row and vector: of these rows. Two halves take turns, so that an
+        instruction never waits for the one before it; LLVM would change that order."""
+        words, is_ordered, sums = X_WORDS // halves, halves > 1, {}
         for half in range(halves):
             for r in rows:
                 start = ir.Constant(_WORDS, [0] * LANES)
                 if start_of(self.block):
                     place = simd.offset(builder, x_at, ((X_WORDS + 1 + half) * self.height + r) * 4)
                     start = simd.splat(builder, simd.load(builder, place, I32, 4))
-                for v in range(self.vectors):
-                    builder.store(start, sums[half, r, v])
-        step = max(1, _WORDS_A_TURN // halves)
-        with cgutils.for_range(builder, simd.not_unrolled(builder, words // step), intp=I64) as loop:
-            at = builder.mul(loop.index, _i64(step))
-            word_at = builder.add(first, builder.mul(at, _i64(_VECTOR_BYTES)))
-            x_word = builder.add(x_at, builder.mul(at, _i64(self.height * 4)))
-            for half, word in [(half, half * words + each) for each in range(step) for half in range(halves)]:
-                weights = [
-                    simd.load(
-                        builder, simd.offset(builder, word_at, word * _VECTOR_BYTES + v * vector_bytes), _WORDS, 4
+                sums |= {(half, r, v): start for v in range(self.vectors)}
+        for half, word in [(half, half * words + word) for word in range(words) for half in range(halves)]:
+            places = [simd.offset(builder, first, word * _VECTOR_BYTES + v * vector_bytes) for v in range(self.vectors)]
+            weights = [dots.bytes_of_weights(builder, simd.load(builder, place, _WORDS, 4)) for place in places]
+            for r in rows:
+                place = simd.offset(builder, x_at, (word * self.height + r) * 4)
+                value = dots.bytes_of_rows(builder, simd.load(builder, place, I32, 4))
+                for v, weight in enumerate(weights):
+                    sums[half, r, v] = dots.add_four(
+                        builder, sums[half, r, v], weight, value, in_register=is_ordered, in_order=is_ordered
                     )
-                    for v in range(self.vectors)
-                ]
-                for r in rows:
-                    place = simd.offset(builder, x_word, (word * self.height + r) * 4)
-                    value = dots.bytes_of_rows(builder, simd.load(builder, place, I32, 4))
-                    for v in range(self.vectors):
-                        weight = dots.bytes_of_weights(builder, weights[v])
-                        added = dots.add_four(builder, builder.load(sums[half, r, v]), weight, value)
-                        builder.store(added, sums[half, r, v])
-        return {key: builder.load(each) for key, each in sums.items()}
+        return sums
 
 
 def unpack_blocks_of(stored):

@@ -37,9 +37,9 @@ def bytes_of_rows(builder, word, lanes=LANES):
     return [simd.splat(builder, builder.ashr(value, ir.Constant(I32, 24)), lanes) for value in up]
 
 
-def add_four(builder, total, weights, values, *, in_register=False):
+def add_four(builder, total, weights, values, *, in_register=False, in_order=False):
     """``total``, i32, and the products of four bytes in each lane, as vpdpbusd adds them. ``in_register``: no operand
-    of the instruction may stay in memory."""
+    of the instruction may stay in memory. ``in_order``: nor may LLVM change the order of such instructions."""
     if not HAS_BYTE_DOT:
         for weight, value in zip(weights, values, strict=True):
             total = builder.add(total, builder.mul(weight, value))
@@ -49,7 +49,7 @@ def add_four(builder, total, weights, values, *, in_register=False):
         return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, operands)
     llvm.initialize_native_asmparser()
     kind = ir.FunctionType(total.type, [total.type] * 3)
-    return builder.call(ir.InlineAsm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v"), operands)
+    return builder.call(ir.InlineAsm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v", side_effect=in_order), operands)
 
 
 def multiply_pairs(builder, a, b):

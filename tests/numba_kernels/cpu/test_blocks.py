@@ -35,6 +35,11 @@ HALVES = [(1, 50, 352), (3, 48, 32), (9, 49, 96), (33, 49, 352)]
 """Half of the last block of panels is padding."""
 
 
+def has_powers(name: str) -> bool:
+    """Whether scales of x beside ggml's type are powers of two: those of 256 elements."""
+    return GGML_QUANT_SIZES[Ggml[name]][0] == 256
+
+
 def blocks(rng: np.random.Generator, name: str, width: int, depth: int) -> tuple[BlockRows, np.ndarray]:
     """A weight, and the floats that it stands for."""
     return kept(name, random_blocks(rng, Ggml[name], (width, depth), scale=0.05), depth)
@@ -73,7 +78,7 @@ def test_products_rows_and_tables(name: str) -> None:
         packed = ops.prepare_linear([weight], [tensor(bias)])
         assert (packed.shape, packed.format) == ((width, depth), weight.format)
         out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
-        expected = int8.linear_of_blocks(x, floats, bias, residual)
+        expected = int8.linear_of_blocks(x, floats, bias, residual, has_powers=has_powers(name))
         size = np.abs(expected).max(1, keepdims=True, initial=1.0)
         assert (np.abs(out - expected) <= 2e-6 * size).all(), (rows, width, depth)
         for row in {0, rows // 2, rows - 1} if rows else ():
@@ -90,9 +95,10 @@ def test_the_largest_integers_do_not_overflow(name: str) -> None:
     rows."""
     for byte in (0xFF, 0x80, 0x7F):
         weight, floats = kept(name, random_blocks(AllBytes(byte), Ggml[name], (16, 512), scale=0.05), 512)
-        x = np.ones((40, 512), np.float32)
-        x[3:] = -1
-        packed, expected = ops.prepare_linear([weight]), int8.linear_of_blocks(x, floats)
+        x = np.full((40, 512), 127 / 64, np.float32)  # 127 with any scale
+        x[3:] *= -1
+        packed = ops.prepare_linear([weight])
+        expected = int8.linear_of_blocks(x, floats, has_powers=has_powers(name))
         terms = np.abs(x) @ np.abs(floats).T  # may cancel each other
         for rows in (6, 40):
             out = ops.linear(tensor(x[:rows]), packed).numpy()
@@ -102,14 +108,18 @@ def test_the_largest_integers_do_not_overflow(name: str) -> None:
 
 def test_parts_of_different_formats_beside_floats() -> None:
     rng = np.random.default_rng(5)
-    parts = [blocks(rng, name, width, 512) for name, width in (("Q4_K", 40), ("Q4_K", 9), ("Q6_K", 33), ("Q8_0", 64))]
+    names, widths = ("Q4_K", "Q4_K", "Q6_K", "Q8_0"), (40, 9, 33, 64)
+    parts = [blocks(rng, name, width, 512) for name, width in zip(names, widths, strict=True)]
     plain = normal(rng, (20, 512))
     packed = ops.prepare_linear([*(weight for weight, _ in parts), tensor(plain)])
     assert isinstance(packed, JoinedWeight)
     assert [part.shape[0] for part in packed.parts] == [49, 33, 64, 20]
     x = normal(rng, (5, 512))
     out = ops.linear(tensor(x), packed).numpy()
-    expected = [int8.linear_of_blocks(x, floats) for _, floats in parts] + [x.astype(np.float64) @ plain.T]
+    expected = [
+        int8.linear_of_blocks(x, floats, has_powers=has_powers(name))
+        for name, (_, floats) in zip(names, parts, strict=True)
+    ] + [x.astype(np.float64) @ plain.T]
     assert np.abs(out - np.concatenate(expected, 1)).max() <= 1e-5 * np.abs(np.concatenate(expected, 1)).max()
     formats = (49, GGML_FORMATS["Q4_K"]), (33, GGML_FORMATS["Q6_K"]), (64, GGML_FORMATS["Q8_0"])
     kept = [KeptRows(*each) for each in formats]
@@ -125,7 +135,7 @@ def test_exact_mode_cuts_k_into_segments(name: str) -> None:
     assert packed.num_segments == 8
     x = normal(rng, (9, 2560))
     out = ops.linear(tensor(x), packed).numpy()
-    expected = int8.linear_of_blocks(x, floats)
+    expected = int8.linear_of_blocks(x, floats, has_powers=has_powers(name))
     assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
     np.testing.assert_array_equal(ops.linear(tensor(x[4:5]), packed).numpy(), out[4:5])
 
@@ -136,7 +146,26 @@ def test_activations_that_are_not_finite_stay_in_their_rows() -> None:
     x[1, 7] = np.nan
     out = ops.linear(tensor(x), ops.prepare_linear([weight])).numpy()
     assert not np.isfinite(out[1]).any()
-    np.testing.assert_allclose(out[::2], int8.linear_of_blocks(x[::2], floats), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out[::2], int8.linear_of_blocks(x[::2], floats, has_powers=True), rtol=1e-4, atol=1e-4)
+
+
+def test_scales_of_x_that_are_powers_of_two() -> None:
+    """At the edges between powers, and where magnitudes are too small to count; by tiles of few and of many rows."""
+    above = np.nextafter(np.float32(127), np.float32(128))
+    edges = np.array([127, above, 128, 64, 2.0**-94, 2.0**-95, 0], np.float32)
+    weight, floats = blocks(np.random.default_rng(9), "Q4_K", 20, 256)
+    largest = np.resize(edges, (35, 1))
+    x = (normal(np.random.default_rng(10), (35, 256)).clip(-1, 1) * largest).astype(np.float32)
+    x[:, ::32] = largest
+    packed = ops.prepare_linear([weight])
+    out = ops.linear(tensor(x), packed).numpy()
+    counts = largest >= np.float32(2.0**-94)
+    expected = int8.linear_of_blocks(np.where(counts, x, np.float32(0)), floats, has_powers=True)
+    assert (np.abs(out - expected) <= 2e-6 * np.abs(expected).max(1, keepdims=True)).all()
+    assert (out[~counts[:, 0]] == 0).all()
+    assert out[counts[:, 0]].any(1).all()
+    for row in range(len(edges)):
+        np.testing.assert_array_equal(ops.linear(tensor(x[row : row + 1]), packed).numpy(), out[row : row + 1])
 
 
 def test_sizes_that_formats_tell() -> None:
