@@ -367,32 +367,20 @@ class HandingFleet(Fleet):
         return msgspec.structs.replace(times, first_scheduled_s=first.first_scheduled_s, first_token_s=first_token_s)
 
     def _fail(self, life: Life, error: str) -> None:
-        if self._is_closing:
-            self._abort(life, life.open_choices)
-            return
-        for index in life.open_choices:
-            output = EngineOutput(
-                request_id=life.request.request_id,
-                index=index,
-                new_token_ids=[],
-                num_prompt_tokens=life.prepared.num_prompt_tokens,
-                finish_reason="error",
-                error=error,
-                engine_died=True,
-                weight_version=life.version,
-            )
-            self._deliver(life, output)
+        has_died = not self._is_closing
+        self._abort(life, life.open_choices, error if has_died else None, has_died=has_died)
 
-    def _abort(self, life: Life, choices: list[int], why: str | None = None) -> None:
-        """End choices that no engine has."""
+    def _abort(self, life: Life, choices: list[int], why: str | None = None, *, has_died: bool = False) -> None:
+        """End choices that no engine has; ``has_died``: with "error", since their engines have died."""
         for index in choices:
             output = EngineOutput(
                 request_id=life.request.request_id,
                 index=index,
                 new_token_ids=[],
                 num_prompt_tokens=life.prepared.num_prompt_tokens,
-                finish_reason="abort",
+                finish_reason="error" if has_died else "abort",
                 error=why,
+                engine_died=has_died,
                 weight_version=life.version,
             )
             self._deliver(life, output)

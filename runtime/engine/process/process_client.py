@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -57,11 +57,15 @@ from runtime.engine.scheduling.step_limit import StepLimit
 from runtime.engine.weights.commands import (
     FIRST_VERSION,
     Command,
+    EngineCondition,
     FolderWeights,
     GivenArrays,
     LoadWeights,
     SentWeights,
+    Sleep,
     UseWeights,
+    WakeTag,
+    WakeUp,
     check_command,
 )
 from runtime.pooling import PoolingTask
@@ -138,6 +142,7 @@ class ProcessEngineClient(EngineClient):
         self._read: SentWeights | None = None  # weights that were loaded last
         self.has_read = False  # by this process, and not used yet
         self._weight_version = FIRST_VERSION
+        self._asleep: EngineCondition | None = None  # as it was last, if it sleeps
         self._is_watched = False  # as the process knows it
         self._supervisor.thread.start()
         atexit.register(self.close)
@@ -272,14 +277,14 @@ class ProcessEngineClient(EngineClient):
 
     def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.order``. An engine that is started anew begins with the folder that was served last; with
-        its own weights and their version if the last came from memory."""
+        its own weights and their version if the last came from memory. One that slept sleeps again."""
         if isinstance(command, GivenArrays):
             raise RequestError(
                 "arrays cannot be sent to an engine's process: share them (shared_weights)", param="weights"
             )
         check_command(command)
         sent = self._begin_call(lambda call_id: Order(call_id, command))
-        if not isinstance(command, LoadWeights | UseWeights):
+        if not isinstance(command, LoadWeights | UseWeights | Sleep | WakeUp):
             return sent
         told: Future[NDArray[np.float32]] = Future()
         told.set_running_or_notify_cancel()
@@ -287,9 +292,10 @@ class ProcessEngineClient(EngineClient):
         return told
 
     def _note_order(
-        self, command: LoadWeights | UseWeights, told: Future[NDArray[np.float32]], done: Future[NDArray[np.float32]]
-    ) -> None:
-        """Remember the weights that the engine serves; then its caller is told."""
+        self, command: LoadWeights | UseWeights | Sleep | WakeUp, told: Future[NDArray[np.float32]],
+        done: Future[NDArray[np.float32]],
+    ) -> None:  # fmt: skip
+        """Remember the weights that the engine serves, and whether it sleeps; then its caller is told."""
         if (error := done.exception()) is not None:
             told.set_exception(error)
             return
@@ -297,6 +303,9 @@ class ProcessEngineClient(EngineClient):
             if isinstance(command, LoadWeights):
                 self._read, self.has_read = command.source, True
             else:
+                found = EngineCondition.of(done.result())
+                self._asleep = found if found.is_sleeping else None
+            if isinstance(command, UseWeights):
                 self._weight_version, self.has_read = command.version, False
                 self._start_with_read(command.version, lasts=False)
         told.set_result(done.result())
@@ -388,6 +397,7 @@ class ProcessEngineClient(EngineClient):
     def unload(self, drain_timeout_s: float) -> None:
         """See ``EngineClient.unload``."""
         self._supervisor.unload(drain_timeout_s)
+        self._asleep = None
 
     def reload(self) -> None:
         """See ``EngineClient.reload``."""
@@ -406,6 +416,20 @@ class ProcessEngineClient(EngineClient):
         self._info = info
         self._weight_version = self._supervisor.start.weight_version or FIRST_VERSION
         self._send_watched()
+        self._send_to_sleep()
+
+    def _send_to_sleep(self) -> None:
+        """Have a process that is started anew sleep as the one before it did. The lock is held."""
+        asleep, process = self._asleep, self._supervisor.process
+        if asleep is None or process is None:
+            return
+        has = {"weights": asleep.has_weights, "kv_cache": asleep.has_pages}
+        tags = cast("tuple[WakeTag, ...]", tuple(tag for tag, is_there in has.items() if is_there))
+        for command in (Sleep(asleep.sleep_level, "abort"), *([WakeUp(tags)] if tags else [])):
+            self._num_calls += 1
+            self._calls[self._num_calls] = future = Future[NDArray[np.float32]]()
+            future.add_done_callback(_log_error)
+            process.send(frame(Order(self._num_calls, command)))
 
     def let_go(self) -> None:
         """See `Owner.let_go`."""
@@ -466,6 +490,11 @@ class ProcessEngineClient(EngineClient):
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def _log_error(future: Future[NDArray[np.float32]]) -> None:
+    if (error := future.exception()) is not None:
+        logger.error("an engine that was started anew does not sleep: %s", error)
 
 
 def _log(line: LogLine) -> None:

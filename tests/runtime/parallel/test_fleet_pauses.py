@@ -17,6 +17,8 @@ import pytest
 from models.checkpoints.given_weights import shared_path, shared_weights
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.process.child import Supervision
+from runtime.engine.process.client import EngineClient
+from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.weights.commands import (
     Command,
     EngineCondition,
@@ -30,6 +32,7 @@ from runtime.engine.weights.commands import (
     UpdateMode,
     WakeUp,
 )
+from runtime.parallel.fleet import Fleet
 from runtime.parallel.handing_fleet import HandingFleet
 from runtime.parallel.roles import AutoRoles
 from tests.runtime.engine.weights.test_kinds import tensors_of
@@ -84,8 +87,8 @@ def fleet(one_fleet: HandingFleet, folders: tuple[Path, Path]) -> Iterator[Handi
         wait_until(lambda each=each: each.stats().num_free_blocks == each.stats().num_blocks)
 
 
-def told(fleet: HandingFleet, command: Command) -> EngineCondition:
-    return EngineCondition.of(fleet.order(command).result(TIMEOUT_S))
+def told(client: EngineClient, command: Command) -> EngineCondition:
+    return EngineCondition.of(client.order(command).result(TIMEOUT_S))
 
 
 def check(answer: Answer, answers: dict[str, Any], versions: dict[str, str] | None = None) -> None:
@@ -233,6 +236,43 @@ def test_engines_that_die_meanwhile(
     for each in asked:
         check(each.answer(), answers, versions)
     assert len({each.weight_version for each in fleet.engines}) == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["two", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("one", "roles"))]
+)
+def test_an_engine_that_is_killed_in_its_sleep_sleeps_again(
+    kind: str, folders: tuple[Path, Path], answers: dict[str, Any]
+) -> None:
+    if kind == "one":
+        client: Fleet | ProcessEngineClient = ProcessEngineClient(folders[0], supervision=SUPERVISION, **USUAL)
+    elif kind == "two":
+        client = Fleet(folders[0], supervision=SUPERVISION, data_parallel_size=2, **USUAL)
+    else:
+        client = HandingFleet(folders[0], supervision=SUPERVISION, prefill_engines=1, decode_engines=1, **USUAL)
+    last = client.engines[-1] if isinstance(client, Fleet) else client
+    killed: list[int] = []
+
+    def kill_it() -> None:
+        assert last.pid is not None
+        killed.append(last.pid)
+        os.kill(killed[-1], signal.SIGKILL)
+        wait_until(lambda: last.pid not in (None, killed[-1]) and last.state == "ready")
+
+    try:
+        told(client, Sleep(2))
+        kill_it()
+        assert told(last, TellState()) == EngineCondition(False, 2, False, False)
+        told(client, WakeUp(("weights",)))
+        kill_it()
+        assert told(last, TellState()) == told(client, TellState()) == EngineCondition(False, 2, True, False)
+        assert told(client, WakeUp()) == EngineCondition(False, 0, True, True)
+        kill_it()
+        assert told(last, TellState()) == EngineCondition(False, 0, True, True)
+        found = [Asked(client, f"{i}", IDS) for i in range(6)]
+        assert [each.answer() for each in found] == [Answer(answers["0"], "length", "0", 0)] * 6
+    finally:
+        client.close()
 
 
 def test_weights_of_a_memory(fleet: HandingFleet, folders: tuple[Path, Path], answers: dict[str, Any]) -> None:
