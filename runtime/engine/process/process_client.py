@@ -425,7 +425,8 @@ class ProcessEngineClient(EngineClient):
             return
         has = {"weights": asleep.has_weights, "kv_cache": asleep.has_pages}
         tags = cast("tuple[WakeTag, ...]", tuple(tag for tag, is_there in has.items() if is_there))
-        for command in (Sleep(asleep.sleep_level, "abort"), *([WakeUp(tags)] if tags else [])):
+        commands: list[Command] = [Sleep(asleep.sleep_level, "abort"), *([WakeUp(tags)] if tags else [])]
+        for command in commands:
             self._num_calls += 1
             self._calls[self._num_calls] = future = Future[NDArray[np.float32]]()
             future.add_done_callback(_log_error)

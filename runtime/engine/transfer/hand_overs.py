@@ -237,15 +237,14 @@ class HandOvers:
         if self._waits and lease.transport is self.transports.get("unix"):
             self._waiting.append((lease, offer))
         else:
-            offer()
+            _run(lease, offer)
 
     def send_waiting(self) -> None:
         """Offer what waits for the step's tokens to be told. No block has changed since."""
         self._waits = False
         while self._waiting:
-            lease, offer = self._waiting.popleft()
-            if not lease.is_dropped:
-                offer()
+            _run(*self._waiting[0])
+            self._waiting.popleft()  # not before: `drop` must find it
 
     def _names(self, sequence: Sequence, offered: _Offered, end: int) -> list[PageName]:
         """The names of a choice's pages up to ``end`` that were not offered, the last one maybe not full."""
@@ -289,8 +288,10 @@ class HandOvers:
     def end(self, request: Request) -> None:
         """A request has ended here."""
         lease = self._leases.pop(request.request_id, None)
-        if lease is not None and not lease.is_dropped:
-            if any(each.num_output_tokens for each in request.sequences):
+        if lease is not None:
+            if lease.is_dropped:
+                lease.transport.drop(lease.name)
+            elif any(each.num_output_tokens for each in request.sequences):
                 self._soon(lease, lambda: _complete(lease))
                 request.offered = Source(lease.transport.address, request.lease, list(range(lease.num_blocks)))
             else:  # it was cancelled, or failed
@@ -375,7 +376,7 @@ class HandOvers:
     def drop(self, lease: str) -> None:
         """Forget the pages of this lease, offered or taken, but for reserved blocks. Thread-safe."""
         self.arrivals.drop(lease)
-        for each, _ in list(self._waiting):
+        for each in [*self._leases.values(), *(waiting for waiting, _ in list(self._waiting))]:
             each.is_dropped = each.is_dropped or each.name == lease
         if (transport := self.transports.get(lease.partition(":")[0])) is not None:
             transport.drop(lease)
@@ -389,6 +390,14 @@ class HandOvers:
         self.send_waiting()
         for transport in self.transports.values():
             transport.close(CLOSE_S)
+
+
+def _run(lease: _Lease, offer: Callable[[], None]) -> None:
+    """Offer, unless the lease is dropped; if that happens meanwhile, nothing stays."""
+    if not lease.is_dropped:
+        offer()
+    if lease.is_dropped:
+        lease.transport.drop(lease.name)
 
 
 def _complete(lease: _Lease) -> None:
