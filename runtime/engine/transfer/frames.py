@@ -146,7 +146,10 @@ class Stream:
         poll.register(self.connection, select.POLLIN)
         if not poll.poll(0):
             return False
-        data = self.connection.recv(_MOST_PEEKED, socket.MSG_PEEK)
+        try:
+            data = self.connection.recv(_MOST_PEEKED, socket.MSG_PEEK)
+        except OSError:  # the peer was killed; the connection's own thread finds that, too
+            return False
         return len(data) >= _HEAD.size and len(data) - _HEAD.size >= _HEAD.unpack_from(data)[1]
 
     def send_pages(self, pages: Pages) -> None:

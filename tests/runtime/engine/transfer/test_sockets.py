@@ -448,6 +448,17 @@ def test_the_thread_that_offers_hears_who_asks_meanwhile(monkeypatch: pytest.Mon
         each.close()
 
 
+def test_a_peer_that_was_killed_has_no_message() -> None:
+    sender = transport("unix")
+    ours, theirs = socket.socketpair()
+    stream = Stream(ours, b"k", sender, is_sender=True)
+    ours.send(b"unread")
+    theirs.close()  # resets the connection
+    assert not stream.has_message
+    ours.close()
+    sender.close()
+
+
 def test_memory_is_used_again_once_its_pages_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = transport("unix"), transport("unix")
     made: list[int] = []
