@@ -24,7 +24,7 @@ MOST_LINES = {
     "runtime/engine": 28_920,
     "runtime/text": 7_342,
     "runtime/llm": 1_961,
-    "runtime/parallel": 2_875,
+    "runtime/parallel": 2_855,
     "runtime/images": 937,
     "runtime/commands": 3_088,
     "runtime/bench": 12_187,
