@@ -24,7 +24,7 @@ MOST_LINES = {
     "runtime/engine": 28_920,
     "runtime/text": 7_342,
     "runtime/llm": 1_961,
-    "runtime/parallel": 2_855,
+    "runtime/parallel": 2_875,
     "runtime/images": 937,
     "runtime/commands": 3_088,
     "runtime/bench": 12_187,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_982
+MOST_WORDS = 39_969
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -28,6 +28,9 @@ from runtime.errors import InvalidArgumentError
 _FORGETTING = 1 / 256
 """The weight of the latest request in the means."""
 
+_FORGETTING_OPEN = 1 / 1024
+"""The same for the number of open answers, which changes slowly: neighbours are alike."""
+
 _PLAN_EVERY = 128
 """Requests between two choices of roles."""
 
@@ -161,16 +164,30 @@ class _Means:
     output: float = 128.0
     square: float = 512.0**2  # of computed
     prompt_square: float = 512.0**2
+    open: float = 0.0  # requests with a first token that have not ended
+    open_square: float = 0.0
+    num_settled: int = 0  # requests that are in these two: while fewer have ended than are open, more and more are
     count: int = 0
 
-    def observe(self, num_prompt: int, num_computed: int, num_output: int) -> None:
+    def observe(self, num_prompt: int, num_computed: int, num_output: int, num_open: int) -> None:
         self.count += 1
+        if self.count >= num_open:
+            self.num_settled += 1
+            weight = max(_FORGETTING_OPEN, 1 / self.num_settled)
+            self.open += weight * (num_open - self.open)
+            self.open_square += weight * (num_open**2 - self.open_square)
         weight = max(_FORGETTING, 1 / self.count)
         self.prompt += weight * (num_prompt - self.prompt)
         self.computed += weight * (num_computed - self.computed)
         self.output += weight * (num_output - self.output)
         self.square += weight * (num_computed**2 - self.square)
         self.prompt_square += weight * (num_prompt**2 - self.prompt_square)
+
+    @property
+    def dispersion(self) -> float:
+        """The variance of the number of open answers, divided by its mean: 1 if requests come by chance, more if they
+        come in crowds."""
+        return max(1.0, (self.open_square - self.open**2) / max(1.0, self.open))
 
     @property
     def variation(self) -> float:
@@ -298,10 +315,10 @@ class AutoRoles:
         return (1.0 - share) * load.num_decodes + share * context / length
 
     def ended(self, num_prompt: int, num_computed: int, num_output: int, others: OpenAnswers) -> None:
-        self.means.observe(num_prompt, num_computed, num_output)
+        self.means.observe(num_prompt, num_computed, num_output, others.num)
         self._others = others
         self._lengths.append(num_output)
-        self._prompts.append(num_computed)
+        self._prompts.append(max(1, num_computed))
         count = self.means.count
         if self._step is None:
             return
@@ -407,22 +424,25 @@ class AutoRoles:
         """The predicted goodput if so many engines compute prompts alone: requests a second, of which nine tenths keep
         both targets. In each step of the others there are as many tokens of prompts as those engines leave, if they
         fit. Decodes come and go by chance, so that with a mean of n on each of m engines, among which they are
-        balanced, there are n + z sqrt(n / m) at times; a step must have room for them."""
+        balanced, there are n + z sqrt(n / m) at times; a step must have room for them. They vary more where requests
+        come in crowds (`_Means.dispersion`), and where each one makes steps longer, so that all stay for longer: with
+        s seconds of a step, s / (s - n ds/dn) times the variance."""
         if not len(table):
             return 0.0, None
         computed, output = max(1.0, self.means.computed), max(1.0, self._output)
         usual = (min(computed, self._alone) + self._alone) / 2  # between a prompt and a full step
         alone_s = computed * self._seconds(0, usual, 0.0) / usual  # of a prompt
         num_mixed = self.num_engines - num_prefill
-        spread = math.sqrt((1.0 + self._context_share**2 * self.means.prompt_variation) / num_mixed)
+        spread = self.means.dispersion * (1.0 + self._context_share**2 * self.means.prompt_variation) / num_mixed
         num_decodes, most, bare_s, token_s, decode_s, limit_s, _ = table.T
         ended = num_mixed * num_decodes / output  # of answers, a step
         most_s = computed * (bare_s + token_s * most) / np.maximum(most, 1.0)
+        spread = np.sqrt(spread * num_decodes * bare_s / np.maximum(bare_s - decode_s * num_decodes, 1e-3 * bare_s))
         best, best_row = 0.0, None
         for part, deviations in _PARTS:
             lost = max(_LEAST_LOST, part * _LOST - self._too_long)
             alone = num_prefill / alone_s * float(self._use(num_prefill, alone_s, lost))
-            room_s = limit_s - bare_s - decode_s * deviations * spread * np.sqrt(num_decodes)
+            room_s = limit_s - bare_s - decode_s * deviations * spread
             chunk = (ended - alone * bare_s) / (alone * token_s + num_mixed / computed)
             fits = np.minimum(most * self._use(num_mixed, most_s, lost), room_s / np.maximum(token_s, 1e-12))
             chunk = np.minimum(np.maximum(chunk, 0.0), fits)

@@ -66,7 +66,7 @@ class OftenChanging(AutoRoles):
     """Engines that change their roles, and the sizes of steps, with every eighth request."""
 
     def ended(self, num_prompt: int, num_computed: int, num_output: int, others: OpenAnswers) -> None:
-        self.means.observe(num_prompt, num_computed, num_output)
+        self.means.observe(num_prompt, num_computed, num_output, others.num)
         if self.means.count % 8 == 0:
             self.is_due = True
             self._plan()

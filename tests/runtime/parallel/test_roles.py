@@ -163,6 +163,32 @@ def test_engines_of_answers_have_room_for_those_that_come_by_chance() -> None:
     assert varied._rate(4, table)[0] < equal._rate(4, table)[0]
 
 
+def test_requests_that_come_in_crowds_have_more_engines_for_answers() -> None:
+    """As many answers are open in the mean, but now few and now many."""
+    even, crowds = (AutoRoles(8, weights_first, 0.5, 0.006) for _ in range(2))
+    for number in range(4000):
+        even.ended(1000, 1000, 400, OpenAnswers(100 + number % 2 * 20, 0))
+        crowds.ended(1000, 1000, 400, OpenAnswers(170 if number // 50 % 2 else 50, 0))
+    assert even.means.dispersion == pytest.approx(1.0, abs=0.1)
+    assert crowds.means.dispersion == pytest.approx(60**2 / 110, rel=0.1)
+    growing = AutoRoles(8, weights_first, 0.5, 0.006)
+    for number in range(200):
+        growing.ended(1000, 1000, 400, OpenAnswers(2 * number + 2, 0))  # no crowd: the first ones have not ended yet
+    assert growing.means.dispersion == 1.0
+    assert 0 < crowds.num_prefill < even.num_prefill
+    table = even._table(even.limit_s, 256, even._steps())
+    assert crowds._rate(4, table)[0] < even._rate(4, table)[0]
+
+
+def test_decodes_that_make_steps_longer_vary_more() -> None:
+    """50 decodes on each of 4 engines, which take half of the steps' time: their number varies by the root of 50 / 4
+    times 2. 8 % of the requests may see more than 1.405 times that, 7.0 decodes or 0.351 ms more."""
+    roles = learned(8, 0.006, num_output=400)
+    for limit_s, fits in ((5.34e-3, False), (5.36e-3, True)):
+        row = np.array([[50.0, 0.0, 5e-3, 2e-5, 5e-5, limit_s, 0.0]])
+        assert (roles._rate(4, row)[0] > 0.0) is fits
+
+
 @pytest.mark.parametrize("num_engines", [1, 7])
 @pytest.mark.parametrize("lost", [0.02, 0.08])
 def test_as_many_prompts_are_planned_for_as_may_wait(num_engines: int, lost: float) -> None:
