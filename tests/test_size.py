@@ -21,18 +21,18 @@ MOST_LINES = {
     "runtime/backends": 3_585,
     "runtime/linear": 3_450,
     "runtime/kv": 1_931,
-    "runtime/engine": 28_920,
+    "runtime/engine": 28_921,
     "runtime/text": 7_342,
     "runtime/llm": 1_961,
-    "runtime/parallel": 2_875,
+    "runtime/parallel": 2_876,
     "runtime/images": 937,
     "runtime/commands": 3_088,
     "runtime/bench": 12_187,
     "runtime": 3_767,
     "models": 20_468,
-    "server": 23_518,
+    "server": 23_522,
     "tokenizer": 7_628,
-    "tools": 20_443,
+    "tools": 20_434,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_969
+MOST_WORDS = 39_968
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

@@ -142,6 +142,7 @@ class HandingFleet(Fleet):
         self._forget_pages(life)
         life.lease = f"{self._scheme}:{secrets.token_hex(32)}" if decoder != engine else ""
         life.offerer, life.decoder = engine, None
+        # If no other prompt is before it, the next engine is told now, not once the first step is planned.
         begins_at_once = not life.is_paused and loads[engine].num_prompt <= life.route.num_prompt
         self._admit(life, engine, lease=life.lease, is_expected=begins_at_once)
         if life.lease and begins_at_once:

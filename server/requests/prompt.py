@@ -250,10 +250,15 @@ def embedding_conversation(service: Service, tenant: str | None, request: Embedd
     return replace(prompt, token_ids=_cut(service, prompt.token_ids, None, 0, "messages", has_answer=False))
 
 
+def entry_names(field: str, count: int) -> list[str]:
+    """The names of a field's entries in messages: the field's own if it has one."""
+    return [field] if count == 1 else [f"{field}[{number}]" for number in range(count)]
+
+
 def _given_ids(
     service: Service, prompt: Prompt, field: str, encode: Callable[[str], list[int]], most: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """The place and the ids of each of at most so many prompts of `field`, as given or encoded."""
+    """The name in `entry_names` and the ids of each of at most so many prompts, as given or encoded."""
     given: Sequence[str | list[int]]
     if isinstance(prompt, str) or _are_ids(prompt):
         given = [prompt]
@@ -265,8 +270,7 @@ def _given_ids(
         raise invalid(field, f"{field} must have at least one entry.")
     if len(given) > most:
         raise invalid(field, f"{field} must have at most {most} entries, got {len(given)}.")
-    for number, text_or_ids in enumerate(given):
-        place = f"{field}[{number}]" if len(given) > 1 else field
+    for place, text_or_ids in zip(entry_names(field, len(given)), given, strict=True):
         if isinstance(text_or_ids, str):
             if service.tokenizer is None:
                 raise invalid(field, f"This model has no tokenizer: {field} must be token ids.")

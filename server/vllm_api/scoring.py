@@ -20,6 +20,7 @@ from server.errors import engine_errors, in_own_names, invalid
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.schema import EmbeddingRequest
 from server.requests.answering import answered
+from server.requests.prompt import entry_names
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body
 from server.vllm_api.scoring_schema import (
@@ -202,9 +203,8 @@ def _prepare_similarities(service: Service, body: Body) -> AskedEmbeddings:
         model=asked.model, input=[*first, *second], pooling=asked.pooling,
         truncate_prompt_tokens=asked.truncate_prompt_tokens,
     )  # fmt: skip
-    places = [f"{name}[{number}]" if len(texts) > 1 else name
-              for name, texts in zip(names, (first, second), strict=True) for number in range(len(texts))]  # fmt: skip
-    with in_own_names({f"input[{number}]": place for number, place in enumerate(places)}):
+    places = [*entry_names(names[0], len(first)), *entry_names(names[1], len(second))]
+    with in_own_names(dict(zip(entry_names("input", len(places)), places, strict=True))):
         return prepare_embeddings(service, given, answer, body.exchange.tenant)
 
 

@@ -7,7 +7,7 @@
 with that budget, `split` an engine for prompts and one for answers, `auto` two that take either role. The first call
 measures the times of steps on a stretch of its own, to which it fits the simulator's model. `predict` simulates the
 same requests at the same rates with it, and compares goodput: the rate at which 90 % keep both targets, interpolated
-between the rates that were run; of a rate that was run again the mean counts. The model is a quarter of a Qwen3-0.6B
+between the rates that were run. Runs of the same rate count with their mean. The model is a quarter of a Qwen3-0.6B
 with random weights."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import psutil
 
 from runtime.bench.environment import finished
 from runtime.bench.load.traces import Trace, read_trace
@@ -35,7 +36,6 @@ from runtime.bench.scheduling.ablation import PERCENTILES, SHARE, Target, second
 from runtime.bench.scheduling.fleet_runs import Deployment, FleetRun, ServedModel, TracePrompts, run_fleet
 from runtime.bench.scheduling.roofline import Link
 from runtime.engine.messages import EngineOutput, EngineRequest, StepView
-from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.step_model import Fit, LinearStepModel, StepFeatures, features_of, fit
 from runtime.parallel.fleet import Fleet
@@ -60,30 +60,21 @@ LEARNED = 100
 def warm_up(fleet: Fleet, trace: Trace) -> None:
     """Serve all at once. Then the thread that computed in each engine gets a lower real-time priority than all others:
     at the same one each message waits up to 100 ms for it. Without real-time priority the system lets them go first."""
-    pids = [_pid(engine) for engine in fleet.engines]
-    before = [_cpu_ticks(pid) for pid in pids]
+    processes = [psutil.Process(engine.pid) for engine in fleet.engines]
+    before = [_processor_s(each) for each in processes]
     serve(fleet, trace, 1e6)
     policy, level = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
     if level < 2:
         return
-    for pid, ticks in zip(pids, before):
-        after = _cpu_ticks(pid)
-        computing = max(after, key=lambda task: after[task] - ticks.get(task, 0))
+    for process, used_s in zip(processes, before):
+        now_s = _processor_s(process)
+        computing = max(now_s, key=lambda thread: now_s[thread] - used_s.get(thread, 0.0))
         os.sched_setscheduler(computing, policy, os.sched_param(level - 1))
 
 
-def _pid(engine: ProcessEngineClient) -> int:
-    assert engine.pid is not None
-    return engine.pid
-
-
-def _cpu_ticks(pid: int) -> dict[int, int]:
-    """The processor time of each thread of a process."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        fields = (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        found[int(task.name)] = int(fields[11]) + int(fields[12])
-    return found
+def _processor_s(process: psutil.Process) -> dict[int, float]:
+    """The processor time of each thread so far."""
+    return {each.id: each.user_time + each.system_time for each in process.threads()}
 
 
 class Client:
@@ -257,8 +248,8 @@ def predicted(run: FleetRun, model: ServedModel, targets: Target) -> dict[str, A
 
 
 def goodput(runs: Sequence[dict[str, Any]], variant: str, kind: str) -> float | None:
-    """Requests a second; None if the lowest rate does not keep the targets, or the highest still does. Chance makes
-    shares of higher rates larger at times: such neighbours count with their mean."""
+    """Requests a second; None if the lowest rate does not keep the targets, or the highest still does. If by chance
+    more requests keep them at a higher rate than at a lower one, both rates count with the mean of their runs."""
     shares: dict[float, list[float]] = {}
     for each in runs:
         if each["variant"] == variant:

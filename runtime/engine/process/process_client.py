@@ -142,7 +142,7 @@ class ProcessEngineClient(EngineClient):
         self._read: SentWeights | None = None  # weights that were loaded last
         self.has_read = False  # by this process, and not used yet
         self._weight_version = FIRST_VERSION
-        self._asleep: EngineCondition | None = None  # as it was last, if it sleeps
+        self._asleep: EngineCondition | None = None  # the engine's condition if it sleeps
         self._is_watched = False  # as the process knows it
         self._supervisor.thread.start()
         atexit.register(self.close)
@@ -495,7 +495,7 @@ class ProcessEngineClient(EngineClient):
 
 def _log_error(future: Future[NDArray[np.float32]]) -> None:
     if (error := future.exception()) is not None:
-        logger.error("an engine that was started anew does not sleep: %s", error)
+        logger.error("an engine slept before it was started anew, and does not sleep again: %s", error)
 
 
 def _log(line: LogLine) -> None:

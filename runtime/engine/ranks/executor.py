@@ -182,21 +182,14 @@ class ParallelExecutor:
 
     def copy_pages(self, message: CopyPages, work: Callable[[], T]) -> tuple[T, list[bytes]]:
         """Copy blocks on all ranks; the result on this one, and the others' bytes."""
-        own = self.together(message, work)
-        try:
-            return own, self.ranks.wait_copied()
-        except Exception as error:
-            raise self.lost(error) from error
+        return self.together(message, work), self._done(self.ranks.wait_copied)
 
     def fill_pages(self, messages: Sequence[FillPages], work: Callable[[], None]) -> None:
         """Write blocks on all ranks: each of the others gets its own message."""
         self.finish_own()
         self._check_alive()
         self.ranks.send_each([frame(each) for each in messages])
-        try:
-            work()
-        except Exception as error:
-            raise self.lost(error) from error
+        self._done(work)
 
     def can_overlap(self, step: StepInput) -> bool:
         return self.local.can_overlap(step)
@@ -263,6 +256,10 @@ class ParallelExecutor:
         if self._opened is not None and (len(data) > UNREAD_BYTES or not self.local.may_be_led):
             self._opened.finish()
         self._tell(data)
+        return self._done(work)
+
+    def _done(self, work: Callable[[], T]) -> T:
+        """The work's result. If it fails here, all ranks are lost."""
         try:
             return work()
         except Exception as error:

@@ -328,7 +328,8 @@ class _Rank:
         return answer
 
     def _place_of(self, kind: type[Answer]) -> int | None:
-        """The place of the next answer, before which may be draws of open steps. The condition is held."""
+        """The place of the next answer. Draws of open steps, which come between, are skipped unless they are wanted.
+        The condition is held."""
         passes = (each for each, answer in enumerate(self._answers) if kind is Drew or not isinstance(answer, Drew))
         return next(passes, None)
 

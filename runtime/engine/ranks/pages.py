@@ -3,12 +3,13 @@
     copy_out   CopyPages ──▶ each rank ──PagesCopied──▶ rank 0
     fill       rank 0 ──FillPages──▶ each rank, which writes its part after the steps that it was told before
 
-A page's planes are those of rank 0, then of rank 1, and so on, so that stores and transports know nothing of ranks.
+A page's planes are those of rank 0, then of rank 1, and so on, so that transports know nothing of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -20,7 +21,7 @@ from runtime.kv.page_bytes import PageBytes
 from runtime.kv.page_store import Fill
 
 MOST_BYTES = 64 << 20
-"""A message has about so many, or one page."""
+"""The most bytes of a message, unless it has one block alone."""
 
 
 class RankPages:
@@ -43,7 +44,7 @@ class RankPages:
         most = self._most_blocks(pool)
         for begin in range(0, len(block_ids), most):
             ids = list(block_ids[begin : begin + most])
-            own, others = self._executor.copy_pages(CopyPages(pool, ids), lambda: self._own.copy_out(pool, ids))  # noqa: B023
+            own, others = self._executor.copy_pages(CopyPages(pool, ids), partial(self._own.copy_out, pool, ids))
             parts = [own, *(_planes(data, sizes[pool], len(ids)) for data, sizes in zip(others, self._of_ranks[1:]))]
             for target, plane in zip(found, chain.from_iterable(parts), strict=True):
                 target[begin : begin + len(ids)] = plane
@@ -63,21 +64,20 @@ class RankPages:
                 data = b"".join(plane.tobytes() for plane in part[at:end])
                 frames.append(FillPages(pool, block_id + begin, count, data))
                 at = end
-            self._executor.fill_pages(
-                frames,
-                lambda: write_pages(self._own, pool, block_id + begin, part[:num_own]),  # noqa: B023
-            )
-
-    def allocate(self, counts: Sequence[int]) -> None:
-        """See `PageBytes.allocate`; of this rank."""
-        self._own.allocate(counts)
+            self._executor.fill_pages(frames, partial(_write, self._own, pool, block_id + begin, part[:num_own]))
 
     def _most_blocks(self, pool: int) -> int:
-        """The most blocks of a message."""
+        """The most blocks of a message to or from any rank."""
         return max(1, MOST_BYTES // max(1, max(sum(sizes[pool]) for sizes in self._of_ranks)))
 
 
-def write_pages(pages: PageBytes, pool: int, block_id: int, planes: Sequence[NDArray[np.uint8]]) -> None:
+def write_told(pages: PageBytes, message: FillPages) -> None:
+    """Write what rank 0 has sent to a rank with these pages."""
+    planes = _planes(message.data, pages.page_bytes[message.pool], message.num_blocks)
+    _write(pages, message.pool, message.block_id, planes)
+
+
+def _write(pages: PageBytes, pool: int, block_id: int, planes: Sequence[NDArray[np.uint8]]) -> None:
     """Write planes ``[num_blocks, page_bytes]`` of a rank into its blocks from ``block_id`` on."""
     if not planes:  # a stage may have no layer of a pool
         return
@@ -89,8 +89,3 @@ def _planes(data: bytes, sizes: Sequence[int], count: int) -> list[NDArray[np.ui
     ends = np.cumsum([size * count for size in sizes]).tolist()
     flat = np.frombuffer(data, np.uint8)
     return [flat[end - size * count : end].reshape(count, size) for end, size in zip(ends, sizes, strict=True)]
-
-
-def told_planes(message: FillPages, pages: PageBytes) -> list[NDArray[np.uint8]]:
-    """The planes of a message to a rank with these pages."""
-    return _planes(message.data, pages.page_bytes[message.pool], message.num_blocks)

@@ -43,7 +43,7 @@ from runtime.engine.ranks.messages import (
     WriteAdapter,
     frame,
 )
-from runtime.engine.ranks.pages import told_planes, write_pages
+from runtime.engine.ranks.pages import write_told
 from runtime.engine.steps.executor import Computation, SidePass, UnsupportedStepError
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
@@ -115,8 +115,8 @@ class RankProcess:
                 case CopyPages(pool, block_ids):
                     planes = pages.copy_out(pool, block_ids)
                     self._writer.send(frame(PagesCopied(b"".join(plane.tobytes() for plane in planes))))
-                case FillPages(pool, block_id):
-                    write_pages(pages, pool, block_id, told_planes(message, pages))
+                case FillPages():
+                    write_told(pages, message)
                 case StartPass(lengths):
                     pooling_pass = None  # frees its room for the next
                     pooling_pass = executor.pooling_pass(lengths)

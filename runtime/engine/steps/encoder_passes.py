@@ -68,7 +68,7 @@ class _Recorded:
 
 
 def pages_of(model: Model, spec: KVCacheSpec, num_blocks: Sequence[int]) -> KVCache:
-    """Pages of so many blocks by pool; one block each if the model writes none."""
+    """Pages with so many blocks in each pool, or one if the model never writes to them."""
     dtypes = {layer.dtype or spec.dtype for layer in spec.layers if isinstance(layer, LayerCache)}
     if isinstance(model, BidirectionalModel) and not any(map(model.needs_pages, dtypes)):
         num_blocks = [1] * len(num_blocks)

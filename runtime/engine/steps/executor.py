@@ -74,7 +74,7 @@ class BidirectionalModel(Protocol):
         ...
 
     def needs_pages(self, page_dtype: DType) -> bool:
-        """Whether layers write to the pages, of this type: else their number does not matter."""
+        """Whether any layer writes to pages of this type. If none does, one page is enough."""
         ...
 
 

@@ -30,8 +30,13 @@ _MAGIC = b"xkv1"
 
 
 class Wanted(msgspec.Struct, tag=True):
-    """The receiver's identity, and the offer that it takes; ``is_early``: or waits for. ``released``: memory of earlier
-    pages that the sender may use again (`runtime.engine.transfer.segments`)."""
+    """The receiver asks for an offer.
+
+    identity   of the receiver
+    block_ids  what the offer must hold; empty: whatever it holds
+    is_early   the receiver waits if the offer is not made yet
+    released   memory of earlier pages that the sender may use again (`runtime.engine.transfer.segments`)
+    """
 
     identity: Identity
     lease: str

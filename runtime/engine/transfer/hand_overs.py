@@ -84,6 +84,18 @@ class _Lease:
     choices: dict[int, _Offered] = field(default_factory=dict)
     ahead: dict[int, _Ahead] = field(default_factory=dict)  # by choice; of the step that runs
 
+    def drop(self) -> None:
+        """Offer no more, and forget what was offered."""
+        self.is_dropped = True
+        self.transport.drop(self.name)
+
+    def run(self, offer: Callable[[], object]) -> None:
+        """Offer, unless it is dropped; if that happens meanwhile, nothing stays."""
+        if not self.is_dropped:
+            offer()
+        if self.is_dropped:
+            self.transport.drop(self.name)
+
 
 class HandOvers:
     """See the module. Belongs to the engine's loop.
@@ -114,7 +126,7 @@ class HandOvers:
         self._leases: dict[str, _Lease] = {}  # by request
         self.may_wait = False  # `send_waiting` comes after a step's outputs, before the next step is planned
         self._waits = False  # pages of the step that has just run
-        self._waiting: deque[tuple[_Lease, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[_Lease, Callable[[], object]]] = deque()
         self._announced: list[EngineOutput] = []
         self._awaited: list[Request] = []
         self._starting: list[Request] = []  # their pages lie here until they run
@@ -232,18 +244,19 @@ class HandOvers:
         if self._copies is not None:
             self._copies.finish()
 
-    def _soon(self, lease: _Lease, offer: Callable[[], None]) -> None:
+    def _soon(self, lease: _Lease, offer: Callable[[], object]) -> None:
         """Offer now, or once the step's tokens are told, if only the fleet may know the lease."""
         if self._waits and lease.transport is self.transports.get("unix"):
             self._waiting.append((lease, offer))
         else:
-            _run(lease, offer)
+            lease.run(offer)
 
     def send_waiting(self) -> None:
         """Offer what waits for the step's tokens to be told. No block has changed since."""
         self._waits = False
         while self._waiting:
-            _run(*self._waiting[0])
+            lease, offer = self._waiting[0]
+            lease.run(offer)
             self._waiting.popleft()  # not before: `drop` must find it
 
     def _names(self, sequence: Sequence, offered: _Offered, end: int) -> list[PageName]:
@@ -289,14 +302,11 @@ class HandOvers:
         """A request has ended here."""
         lease = self._leases.pop(request.request_id, None)
         if lease is not None:
-            if lease.is_dropped:
-                lease.transport.drop(lease.name)
-            elif any(each.num_output_tokens for each in request.sequences):
-                self._soon(lease, lambda: _complete(lease))
-                request.offered = Source(lease.transport.address, request.lease, list(range(lease.num_blocks)))
-            else:  # it was cancelled, or failed
-                lease.is_dropped = True
-                lease.transport.drop(request.lease)
+            if not lease.is_dropped and any(each.num_output_tokens for each in request.sequences):
+                self._soon(lease, partial(lease.transport.offer, lease.name, None))
+                request.offered = Source(lease.transport.address, lease.name, list(range(lease.num_blocks)))
+            else:  # it was dropped or cancelled, or failed
+                lease.drop()
         if request.source is not None:
             self._drop_arrival(request.source.lease)
             for requests in (self._awaited, self._starting):
@@ -307,8 +317,7 @@ class HandOvers:
         """Drop what a request has offered and taken: it begins again, with other weights."""
         lease = self._leases.pop(request.request_id, None)
         if lease is not None:
-            lease.is_dropped = True
-            lease.transport.drop(request.lease)
+            lease.drop()
 
     def announce(self, outputs: list[EngineOutput]) -> None:
         """Say what `begin` could not tell."""
@@ -377,7 +386,8 @@ class HandOvers:
         """Forget the pages of this lease, offered or taken, but for reserved blocks. Thread-safe."""
         self.arrivals.drop(lease)
         for each in [*self._leases.values(), *(waiting for waiting, _ in list(self._waiting))]:
-            each.is_dropped = each.is_dropped or each.name == lease
+            if each.name == lease:
+                each.is_dropped = True
         if (transport := self.transports.get(lease.partition(":")[0])) is not None:
             transport.drop(lease)
 
@@ -390,18 +400,6 @@ class HandOvers:
         self.send_waiting()
         for transport in self.transports.values():
             transport.close(CLOSE_S)
-
-
-def _run(lease: _Lease, offer: Callable[[], None]) -> None:
-    """Offer, unless the lease is dropped; if that happens meanwhile, nothing stays."""
-    if not lease.is_dropped:
-        offer()
-    if lease.is_dropped:
-        lease.transport.drop(lease.name)
-
-
-def _complete(lease: _Lease) -> None:
-    lease.transport.offer(lease.name, None)
 
 
 def _with_groups(found: list[_Found]) -> list[PageName]:

@@ -1,11 +1,11 @@
-"""Memory files in which a sender's pages lie for the receiver of a connection, and which are used again and again: new
-memory takes longer to be entered than pages to be copied.
+"""Memory files through which a sender passes pages to the receiver of a connection. They are used again, since mapping
+new memory takes longer than copying pages.
 
     sender     place(planes) ──▶ number (and the file, when it is new)
     receiver   take(number, file, size) ──▶ an array; when it is freed, `released` has its number
     sender     reuse(numbers)
 
-The receiver tells with its next question what it has released.
+The receiver's next request (`Wanted`) tells the sender what it has released.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from runtime.engine.transfer.identity import TransferError
 from runtime.rank_notices import shared_memory
 
 LEAST_BYTES = 1 << 16
+"""The smallest segment that is used again."""
 MOST_KEPT_BYTES = 32 << 20
-"""The most for a connection; further pages get a file for themselves."""
+"""A connection's segments together; pages that find no room get a file that is used once."""
 ALONE = 0xFFFFFFFF
-"""The number of such a file."""
+"""The number of every file that is used once."""
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
@@ -39,8 +40,8 @@ class SentSegments:
         self._num_bytes = 0
 
     def place(self, planes: Sequence[NDArray[np.uint8]]) -> tuple[int, int | None]:
-        """Copy planes into a segment. Returns its number, and a descriptor that the receiver gets and the caller
-        closes; None if the receiver has it. Raises OSError."""
+        """Copy planes into a segment. Returns its number, and the descriptor of a new one, which the caller sends and
+        closes; None if the receiver has it already. Raises OSError."""
         size = sum(plane.nbytes for plane in planes)
         number = min(
             (each for each in self._free if len(self._segments[each]) >= size),
@@ -71,21 +72,21 @@ class SentSegments:
         return number, descriptor
 
     def reuse(self, numbers: Sequence[int]) -> None:
-        """The receiver has released these. Raises `TransferError` for numbers that it has not."""
+        """The receiver has released these segments. Raises `TransferError` for one that it does not hold."""
         if not all(0 <= each < len(self._segments) and each not in self._free for each in numbers):
-            raise TransferError("the peer has released memory that it has not")
+            raise TransferError("the peer has released memory that it does not hold")
         self._free.update(numbers)
 
 
 class TakenSegments:
-    """The receiver's side. Belongs to the thread that receives, but that arrays may be let go on any."""
+    """The receiver's side. Belongs to the thread that receives; arrays may be freed on any thread."""
 
     def __init__(self) -> None:
         self._files: dict[int, mmap.mmap] = {}
         self._released: deque[int] = deque()
 
     def take(self, number: int, descriptor: int | None, num_bytes: int) -> NDArray[np.uint8]:
-        """The first bytes of a segment; ``descriptor`` is that of a new one. Raises OSError, `TransferError`."""
+        """The first bytes of a segment. A new one comes with its descriptor. Raises OSError, `TransferError`."""
         file = self._files.get(number)
         if (file is None) != (descriptor is not None):
             raise TransferError(f"the peer's memory {number} did not come, or came twice")

@@ -2,13 +2,14 @@
 
     receiver → sender   connects; both prove that they know the secret (`runtime.engine.process.handshake`)
     sender → receiver   its identity
-    receiver → sender   its identity, the lease, the blocks that it expects
+    receiver → sender   its identity, the lease, the blocks that it expects, the memory that it has released
     sender → receiver   a refusal; or pages as they come, a sign of life each second between them, and the end
 
 After the end the receiver keeps the connection for a while, for the next lease: to connect takes as long as a short
 prompt.
 Frames are authenticated, not encrypted (`runtime.engine.transfer.frames`), so `TcpTransport` takes private addresses
-alone. `SharedMemoryTransport` sends pages as descriptors of memory files over a Unix socket.
+alone. `SharedMemoryTransport` puts pages into memory files that both sides map (`runtime.engine.transfer.segments`),
+and sends the files' numbers over a Unix socket, with the descriptors of new ones.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ MOST_NAMES_AT_ONCE = 256
 MOST_CONNECTIONS = 256
 """Offers that are sent at once; further ones wait."""
 IDLE_S = 60.0
-_SEGMENT = struct.Struct("<I")
 MOST_IDLE = 4
 """How long, and how many of a peer's, connections are kept for the next lease."""
+_SEGMENT = struct.Struct("<I")  # its number
 
 
 @dataclass(slots=True)
@@ -63,37 +64,40 @@ class _Offer:
     num_blocks: int = 0
     is_complete: bool = False
     is_taken: bool = False
-    is_ended: bool = False  # the receiver knows that it is complete
+    is_ended: bool = False  # the receiver was told that it is complete
     touched_s: float = field(default_factory=time.monotonic)
     stream: Stream | None = None  # while its thread waits for pages
 
 
 _Heard = tuple[str, _Offer | TransferError | None]
-"""A lease, and its offer, or why there is none; None: it will be made."""
+"""The lease that a receiver asks for, with its offer, the reason for a refusal, or None if it will be offered."""
 
 
 class _Caller:
-    """A sender's connection, on which a receiver asks for one lease after another. The thread that offers pages may
-    hear it before its own."""
+    """A connection on which a receiver asks for one lease after another. Its own thread reads them; while that waits,
+    the thread that offers pages may, too (`SocketTransport._hear_resting`).
+
+    heard  what the other thread has read, or its error; guarded by the condition
+    """
 
     def __init__(self, connection: socket.socket, stream: Stream) -> None:
         self.connection, self.stream = connection, stream
-        self.heard: _Heard | TransferError | None = None  # by another thread; guarded by the condition
+        self.heard: _Heard | Exception | None = None
         self._awake, self._asleep = socket.socketpair()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._poll.register(self._asleep, select.POLLIN)
 
     def wait(self) -> bool:
-        """Wait until it asks, is closed, or was heard. False if nothing happens for long."""
+        """Wait until the receiver asks or leaves, or `wake`. False if nothing happens for `IDLE_S`."""
         return bool(self._poll.poll(IDLE_S * 1000))
 
     def wake(self) -> None:
-        """Its thread need not wait."""
+        """End its own thread's `wait`."""
         self._awake.send(b"+")
 
-    def take_heard(self) -> _Heard | TransferError | None:
-        """Take the question that another thread has heard, if any."""
+    def take_heard(self) -> _Heard | Exception | None:
+        """Take what the other thread has read, if anything."""
         heard, self.heard = self.heard, None
         if heard is not None:
             self._asleep.recv(1)
@@ -146,10 +150,10 @@ class SocketTransport(ABC):
         self._offers: dict[str, _Offer] = {}
         self._num_staged_bytes = 0
         self._pulls: dict[str, socket.socket | None] = {}
-        self._dropped: set[str] = set()  # of these
+        self._dropped: set[str] = set()  # pulls that are to end
         self._idle: dict[str, list[_Link]] = {}  # by address
         self._resting: list[_Caller] = []  # whose threads wait for the next lease
-        self._early: dict[str, _Caller] = {}  # who wait for offers that are not made yet
+        self._early: dict[str, _Caller] = {}  # by lease: who waits for an offer that is not made yet
         self._is_closed = False
         self.num_sent_bytes = self.num_received_bytes = self.num_expired = 0
         self._room = threading.Semaphore(MOST_CONNECTIONS)
@@ -228,7 +232,7 @@ class SocketTransport(ABC):
             try:
                 caller.heard = self._hear(caller)
             except (OSError, TransferError) as error:
-                caller.heard = error if isinstance(error, TransferError) else TransferError(str(error))
+                caller.heard = error
             else:
                 if isinstance(offer := caller.heard[1], _Offer):
                     offer.stream = caller.stream
@@ -263,7 +267,7 @@ class SocketTransport(ABC):
         """See `Transport`."""
         with self._condition:
             self._identity = identity
-            for lease in {*self._offers, *self._pulls}:
+            for lease in {*self._offers, *self._pulls, *self._early}:
                 self.drop(lease)
             self._close_idle()
 
@@ -349,7 +353,7 @@ class SocketTransport(ABC):
             if not is_called or not caller.connection.recv(1, socket.MSG_PEEK):
                 return False
             heard = self._hear(caller)
-        if isinstance(heard, TransferError):
+        if isinstance(heard, Exception):
             raise heard
         lease, offer = heard
         if offer is None:
@@ -374,7 +378,7 @@ class SocketTransport(ABC):
             return wanted.lease, error
 
     def _await_offer(self, caller: _Caller, lease: str) -> _Offer | TransferError:
-        """The offer that a caller waits for. Raises OSError if it goes."""
+        """Wait until the caller's offer is made. Raises OSError if the caller leaves."""
         until_s = time.monotonic() + LEASE_S
         try:
             while True:
@@ -545,13 +549,13 @@ class SocketTransport(ABC):
         return found
 
     def released(self, stream: Stream) -> list[int]:
-        """The receiver's numbers of memory that `receive_planes` gave and that is free again."""
+        """Numbers of the segments of `receive_planes` that are free again, for the sender's `reuse`."""
         return []
 
     def reuse(self, stream: Stream, released: list[int]) -> None:
-        """The receiver has released these. Raises `TransferError` if it cannot have them."""
+        """The receiver has released these segments. Raises `TransferError` for one that it does not hold."""
         if released:
-            raise TransferError("the peer has released memory that it has not")
+            raise TransferError("the peer has released memory that it does not hold")
 
     num_inline = 1
     """1 if pages follow their header in the stream, 0 if they lie elsewhere."""

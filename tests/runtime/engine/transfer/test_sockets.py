@@ -108,9 +108,8 @@ def test_pages_arrive_while_more_are_offered(pair: tuple[SocketTransport, Socket
     assert sender.num_sent_bytes == receiver.num_received_bytes == sum(each.num_bytes for each in offered)
 
 
-def test_pages_are_sent_at_once_only_if_they_need_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender, receiver = transport("unix"), transport("unix")
-    sender.sends_at_once = True
+def noted_senders(sender: SocketTransport, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that send planes from now on."""
     threads: list[str] = []
     send = sender.send_planes
 
@@ -119,6 +118,13 @@ def test_pages_are_sent_at_once_only_if_they_need_not_wait(monkeypatch: pytest.M
         send(stream, planes)
 
     monkeypatch.setattr(sender, "send_planes", noted)
+    return threads
+
+
+def test_pages_are_sent_at_once_only_if_they_need_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = transport("unix"), transport("unix")
+    sender.sends_at_once = True
+    threads = noted_senders(sender, monkeypatch)
     own, other = threading.current_thread().name, "xserv-transfer-send"
     sender.offer("a", pages(1))  # nobody takes them yet
     taken = Taken(receiver, Source(sender.address, "a"))
@@ -379,7 +385,7 @@ def test_an_offer_may_be_asked_for_before_it_is_made(pair: tuple[SocketTransport
     wait_until(lambda: sender.num_open == receiver.num_open == 0)
 
 
-@pytest.mark.parametrize("ends", ["drop", "time"])
+@pytest.mark.parametrize("ends", ["drop", "use", "time"])
 def test_an_offer_that_is_not_made_is_stale(
     pair: tuple[SocketTransport, SocketTransport], ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,9 +394,12 @@ def test_an_offer_that_is_not_made_is_stale(
     if ends == "time":
         monkeypatch.setattr(sockets, "LEASE_S", 0.1)
     taken = Taken(receiver, Source(sender.address, "a", is_early=True))
-    if ends == "drop":
+    if ends != "time":
         wait_until(lambda: "a" in sender._early)
-        sender.drop("a")
+        if ends == "drop":
+            sender.drop("a")
+        else:
+            sender.use(IDENTITY._replace(fingerprint="e" * 64))
     assert isinstance(taken.wait(), StaleLeaseError)
     assert not sender._early
 
@@ -421,14 +430,7 @@ def test_the_thread_that_offers_hears_who_asks_meanwhile(monkeypatch: pytest.Mon
     sender.offer("a", None)
     assert Taken(receiver, Source(sender.address, "a")).wait() is None
     wait_until(lambda: len(sender._resting) == 1)
-    threads: list[str] = []
-    send = sender.send_planes
-
-    def noted(stream: Any, planes: Any) -> None:
-        threads.append(threading.current_thread().name)
-        send(stream, planes)
-
-    monkeypatch.setattr(sender, "send_planes", noted)
+    threads = noted_senders(sender, monkeypatch)
     for lease, is_known in (("b", True), ("c", False)):
         with sender._condition:  # its own thread waits for this
             stream = sender._resting[0].stream
