@@ -76,6 +76,15 @@ def is_adapted(slot, rank, ranges, num_ranges):
     return found
 
 
+@device_function
+def leader_of(leads, number, wanted):
+    """The lane that leads the group of this number."""
+    chosen = uint32(0)
+    if leads != uint32(0) and number == wanted:
+        chosen = uint32(1)
+    return count_b32(ballot(chosen) - uint32(1))
+
+
 @functools.cache
 def shrinker(dtype: str, warps: int, rows: int) -> Any:
     """A device function of one of these blocks, whose rows of 16 bits lie on 16-byte bounds. It takes ``rows`` rows at
@@ -136,10 +145,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
         while item < count_b32(leaders) * quads:
             group = divide_u32(item, quads)
             rank = uint32(uint32(item - group * quads) * uint32(RANKS))
-            chosen = uint32(0)
-            if leads != uint32(0) and number == group:
-                chosen = uint32(1)
-            leader = count_b32(ballot(chosen) - uint32(1))
+            leader = leader_of(leads, number, group)
             slot, first = shuffle_index_b32(own, leader), shuffle_index_b32(before, leader)
             for r in range(rows):
                 chosen = uint32(0)

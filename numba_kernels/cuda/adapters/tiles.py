@@ -5,9 +5,9 @@ shrinks takes a group and 16 ranks at a time: ``down`` is the first factor of `m
 second, and the warps share K, so that each adapter's ``down`` is read once for 8 rows. A warp that expands takes a
 group and 16 or 32 columns: ``up`` is the first factor, the group's sums the second.
 
-Between the two lie, by place in the order, each row's sums, as pairs of 16-bit numbers: rounded, and what rounding left
-(which makes 16 bits of bfloat16's 8, and 22 of float16's 11); then the order itself: of each place its slot from
-bit 8 on, its number in the group from bit 5 on, and its row.
+``between`` holds each row's sums, by the row's place in the order. A sum is two 16-bit numbers: the rounded one, and
+what rounding left (which makes 16 bits of bfloat16's 8, and 22 of float16's 11). Behind the sums lies the order itself,
+a word a place: the row, its number in the group from bit 5 on, its slot from bit 8 on.
 A normalised row's products with the norm's weights are cut into two such numbers, too. float16 would overflow where
 both are large, so it gets them 64 times smaller.
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
-from numba_kernels.cuda.adapters.riding import COLUMNS, count_up, is_adapted
+from numba_kernels.cuda.adapters.riding import COLUMNS, count_up, is_adapted, leader_of
 from numba_kernels.cuda.gemm.epilogue import norm_scale
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function, in_turn
@@ -61,8 +61,8 @@ _HALVES = {
 
 
 def shrinking_blocks(rows: int, ranks: int, idle: int, cluster: int) -> int:
-    """The blocks that shrink, in whole clusters: those that are left idle, and a few at least; no more than eight
-    groups of rows make busy."""
+    """The blocks that shrink, in whole clusters: as many as are `idle`, but a few at least, and no more than eight
+    groups of rows keep busy."""
     most = min(rows, _MOST_GROUPS) * -(-ranks // RANKS)
     return max(1, min(most, max(idle, _LEAST_BLOCKS)) // cluster) * cluster
 
@@ -80,15 +80,6 @@ def shrinking_bytes(warps: int) -> int:
 def expanded_bytes(rows: int, columns: int) -> int:
     """Shared memory of a block's expanded sums."""
     return rows * (columns + PAD) * 4
-
-
-@device_function
-def _leader_of(leads, number, wanted):
-    """The lane that leads the group of this number."""
-    chosen = uint32(0)
-    if leads != uint32(0) and number == wanted:
-        chosen = uint32(1)
-    return count_b32(ballot(chosen) - uint32(1))
 
 
 @functools.cache
@@ -267,7 +258,7 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
         while item < uint32(count_b32(leaders) * num_parts):
             group = divide_u32(item, num_parts)
             rank = uint32(uint32(item - group * num_parts) * uint32(RANKS))
-            leader = _leader_of(leads, number, group)
+            leader = leader_of(leads, number, group)
             slot, first = shuffle_index_b32(own, leader), shuffle_index_b32(place, leader)
             word = memory.shared_load_b32(uint32(shared + (uint32(first + g) & uint32(31)) * uint32(4)))
             is_row = uint32(0)
@@ -422,7 +413,7 @@ def expander(dtype: str) -> Any:
         while tile < num_tiles:
             group = warp
             while group < num_groups:
-                first = _leader_of(leads, number, group)
+                first = leader_of(leads, number, group)
                 behind = uint32(leaders & uint32(uint32(0xFFFFFFFE) << first))
                 past = count_b32(uint32(behind & uint32(uint32(0) - behind)) - uint32(1))  # 32 if there is none
                 count = uint32(minimum_u32(past, m) - first)

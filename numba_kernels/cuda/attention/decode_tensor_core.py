@@ -161,6 +161,18 @@ def decode_tensor_core(
     prepare = decode_preparer(heads, block_size, pages, num_rows, pitch, threads)
 
     @device_function
+    def ask_for_tiles(own_stages, first_tiles, seen, stop, lane):
+        """A warp's first keys, their values, and the keys after them."""
+        k_column, k_scale, v_column, v_scale, pages, key, next_pages, next_key = first_tiles
+        copy_tile(own_stages, k_column, k_scale, pages, key, seen, stop, lane)
+        copy_async_commit()
+        copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, v_scale, pages, key, seen, stop, lane)
+        copy_async_commit()
+        other = uint32(own_stages + uint32(tile_bytes))
+        copy_tile(other, k_column, k_scale, next_pages, next_key, seen, stop, lane)
+        copy_async_commit()
+
+    @device_function
     def attend(
         scratch, found, q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, block_tables,
         num_q_heads, num_kv_heads, share, table_width, window, scale, positions, cos, sin, q_scales, norm_scales,
@@ -244,14 +256,9 @@ def decode_tensor_core(
         else:
             copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
             copy_async_commit()
+        first_tiles = k_column, k_scale, v_column, v_scale, pages, key, next_pages, next_key
         if not is_late:
-            copy_tile(own_stages, k_column, k_scale, pages, key, seen, stop, lane)
-            copy_async_commit()
-            copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, v_scale, pages, key, seen, stop, lane)
-            copy_async_commit()
-            other = uint32(own_stages + uint32(tile_bytes))
-            copy_tile(other, k_column, k_scale, next_pages, next_key, seen, stop, lane)
-            copy_async_commit()
+            ask_for_tiles(own_stages, first_tiles, seen, stop, lane)
         if prepares:
             prepare(
                 q_tile, q, first_token, share, kv_head, num_q_heads, num_kv_heads, is_newest, positions, cos, sin,
@@ -261,13 +268,7 @@ def decode_tensor_core(
             _wait_for_queries()
         sync_block()
         if is_late:  # what the block has stored is there now
-            copy_tile(own_stages, k_column, k_scale, pages, key, seen, stop, lane)
-            copy_async_commit()
-            copy_tile(uint32(own_stages + uint32(2 * tile_bytes)), v_column, v_scale, pages, key, seen, stop, lane)
-            copy_async_commit()
-            other = uint32(own_stages + uint32(tile_bytes))
-            copy_tile(other, k_column, k_scale, next_pages, next_key, seen, stop, lane)
-            copy_async_commit()
+            ask_for_tiles(own_stages, first_tiles, seen, stop, lane)
         if has_scales:
             exchange(q_tile, thread)
             sync_block()

@@ -134,9 +134,9 @@ def plan(rows: int, columns: int, depth: int, dtype: str, *, alignment: int = 16
     """The launch for at least one row and column; `alignment` is that of x and of ``down``.
 
     Arguments: x [T, K], adapters int32 [T], the addresses of each slot's down [R, K] and, in ``ups [2, S]``, up [N, R]
-    and float32 bias [N] or 0; ``ranges [S, blocks, 2]`` int32, the ranks from which and up to which a block's columns
-    are not zero, multiples of RANKS_MULTIPLE; residual [T, N] or 0, out; the norm's weights float32 [K], or 0; K, N, R,
-    S, blocks; the norm's eps.
+    and float32 bias [N] or 0; ``ranges [S, entries, 2]`` int32, the ranks from which and up to which a block's
+    columns are not zero, multiples of RANKS_MULTIPLE (an entry a block; more may follow); residual [T, N] or 0, out;
+    the norm's weights float32 [K], or 0; K, N, R, S, entries; the norm's eps.
     """
     width = access_width(dtype, depth, alignment)
     return Launch(_kernel(dtype, width), (ranges_of(columns), rows, 1), (THREADS, 1, 1))

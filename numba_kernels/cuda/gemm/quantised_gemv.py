@@ -293,7 +293,7 @@ def why_not(product: Product, machine: Machine) -> str:
     if packing is None or not can_read(packing) or product.x != DTYPE:
         return "reads packed weights, with groups of 32 or more and no zero points, for bfloat16 rows"
     is_plain = product.is_weight_layout and product.is_aligned and not product.num_segments
-    most_rows = NUM_ROWS[-2 if packing.element == "e4m3" else -1]
+    most_rows = _row_counts(packing)[-1]
     if not 1 <= product.m <= most_rows or product.exact or not is_plain:
         return f"takes 1 to {most_rows} rows on 16-byte bounds, not exactly, and cuts no K into segments"
     if machine.arch in _spills_on(product.weight, _rows_of(product)):
@@ -303,6 +303,11 @@ def why_not(product: Product, machine: Machine) -> str:
         return f"keeps its rows in {most} bytes of shared memory"
     is_whole = not product.epilogue.activation or product.n % ROWS == 0
     return "" if is_whole else f"gates packed weights in tiles of {ROWS} columns"
+
+
+def _row_counts(packing: Packing) -> tuple[int, ...]:
+    """Those of `NUM_ROWS` that a packing has kernels for."""
+    return NUM_ROWS[:-1] if packing.element == "e4m3" else NUM_ROWS
 
 
 def _spills_on(weight_name: str, rows: int) -> tuple[str, ...]:
@@ -411,9 +416,10 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
 def specialisations() -> Iterator[Specialisation]:
     """Specialisations of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
-        if can_read(packing_of(weight)):
+        packing = packing_of(weight)
+        if packing is not None and can_read(packing):
             for activation in ("", "silu"):
-                for rows in NUM_ROWS[: 3 if weight.startswith("e4m3") else 4]:
+                for rows in _row_counts(packing):
                     yield _kernel(weight, DTYPE, activation, rows=rows)
                     yield _kernel(weight, DTYPE, activation, has_turns=True, rows=rows)
                     for slots in SLOTS:

@@ -551,7 +551,7 @@ def _shape_with_adapters(product: Product, machine: Machine) -> Shape | None:
 
 
 def seconds_with_adapters(product: Product, machine: Machine) -> float:
-    """The same for a product that can take adapters."""
+    """Seconds by `skinny_shape`'s model of a product that can take adapters, without them."""
     shape = _shape_with_adapters(product, machine)
     assert shape is not None
     return seconds_of(product, machine, shape)
@@ -559,9 +559,8 @@ def seconds_with_adapters(product: Product, machine: Machine) -> float:
 
 def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
-    shape = choose(product, machine)
-    if ranks:
-        shape = _shape_with_adapters(product, machine) or shape
+    shape = _shape_with_adapters(product, machine) if ranks else choose(product, machine)
+    assert shape is not None, "`can_take_adapters` does not hold"
     return plan_shape(product, machine, shape, ranks)
 
 
@@ -581,6 +580,7 @@ def plan_shape(product: Product, machine: Machine, shape: Shape, ranks: int = 0)
     memory_bytes = shared_bytes(product.weight, shape.row_tiles, num_streams, has_clusters=is_clustered)
     shrinking = 0
     if ranks:
+        assert tiles.shrinking_bytes(BLOCK_WARPS) <= memory_bytes
         memory_bytes += tiles.expanded_bytes(16 * shape.row_tiles, COLUMNS * teams)
         at_once = machine.num_multiprocessors * kernel.min_blocks
         shrinking = tiles.shrinking_blocks(product.m, ranks, -blocks % at_once, shape.num_blocks)
