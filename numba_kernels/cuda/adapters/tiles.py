@@ -6,8 +6,8 @@ second, and the warps share K, so that each adapter's ``down`` is read once for 
 group and 16 or 32 columns: ``up`` is the first factor, the group's sums the second.
 
 ``between`` holds each row's sums, by the row's place in the order. A sum is two 16-bit numbers: the rounded one, and
-what rounding left (which makes 16 bits of bfloat16's 8, and 22 of float16's 11). Behind the sums lies the order itself,
-a word a place: the row, its number in the group from bit 5 on, its slot from bit 8 on.
+what rounding left (which makes 16 bits of bfloat16's 8, and 22 of float16's 11). The order itself follows, a word a
+place: the row, its number in the group from bit 5 on, its slot from bit 8 on.
 A normalised row's products with the norm's weights are cut into two such numbers, too. float16 would overflow where
 both are large, so it gets them 64 times smaller.
 
