@@ -17,6 +17,8 @@ from runtime.pooling import SPAN_LABELS
 
 CAUSAL, CLASSIFYING, OF_TOKENS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
 OF_SPANS = "ForQuestionAnswering"
+_PREFIX_OF_SPANS = "transformer."
+"""The beginning of such a model's tensor names, for most decoders."""
 HEADS = (CLASSIFYING, OF_TOKENS, OF_SPANS)
 """The ends of classifiers' names."""
 _OLDER = (f"GPT2{OF_TOKENS}", f"GPTNeoX{OF_TOKENS}")
@@ -49,16 +51,11 @@ def classifier_of(base: Architecture, name: str) -> Architecture:
     """The architecture of a decoder's classifier, by its name."""
     own: dict[str, Any] = {"label_map": "classifier"} if name in _OLDER else {}
     if name.endswith(OF_SPANS):
-        prefix = base.model_class.prefix
-        own = {"label_map": "qa_outputs", "renames": {_OF_SPANS: prefix, **base.model_class.renames}}
-        if prefix == _OF_SPANS:
-            del own["renames"]
+        own = {"label_map": "qa_outputs"}
+        if (prefix := base.model_class.prefix) != _PREFIX_OF_SPANS:
+            own["renames"] = {_PREFIX_OF_SPANS: prefix, **base.model_class.renames}
     kind: Any = type(f"{base.model_class.__name__}Classifier", (Classifier, base.model_class), own)
     return Architecture(name, base.model_type, partial(_read, base, name), kind)
-
-
-_OF_SPANS = "transformer."
-"""The beginning of such a model's tensor names, for most decoders."""
 
 
 def _read(base: Architecture, name: str, fields: Fields) -> ModelConfig:

@@ -47,7 +47,7 @@ class BothWays(Model):
         return super().kv_cache_spec(block_size, dtype or self.kv_dtype or usual)
 
     def needs_pages(self, page_dtype: DType) -> bool:
-        """Whether layers write to the pages, of this type: else their number does not matter."""
+        """Whether layers write to pages of this type. If not, the number of pages does not matter."""
         return True
 
     def compute_logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:

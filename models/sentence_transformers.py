@@ -225,7 +225,7 @@ def pooling_info(model: Model, folder: Path, layout: SentenceLayout) -> PoolingI
 
 def _gives_types(folder: Path) -> bool:
     """Whether the tokenizer tells the second of two texts by its tokens' types, as transformers 5 has it."""
-    config = _read(folder / "tokenizer_config.json") if folder.is_dir() else None
+    config = _read(folder / "tokenizer_config.json")
     fields = config if isinstance(config, dict) else {}
     if isinstance(names := fields.get("model_input_names"), list):
         return "token_type_ids" in names

@@ -25,8 +25,8 @@ def remedy(folder: Path) -> str:
             f"the folder is a LoRA adapter of {_base_of(folder / 'adapter_config.json')}: merge it into that model"
             " (peft: `merge_and_unload`, then `save_pretrained`) and give the merged folder"
         )
-    if kind := _first_module(folder / "modules.json"):
-        return f"modules.json begins with the module {kind}, which is not implemented: it must begin with a Transformer"
+    if advice := _on_modules(folder / "modules.json"):
+        return advice
     if found(".gguf"):
         return f"the folder holds {found('.gguf')}: give that file"
     if "params.json" in names and found(".pth"):
@@ -54,13 +54,19 @@ def remedy(folder: Path) -> str:
     )
 
 
-def _first_module(modules: Path) -> str:
-    """The module that sentence-transformers' folder begins with, if it is no Transformer; else ""."""
+def _on_modules(modules: Path) -> str:
+    """Advice on sentence-transformers' folder if its first module is no Transformer, or lies deeper; else ""."""
     try:
-        kind = json.loads(modules.read_bytes())[0]["type"].rpartition(".")[2]
+        first = json.loads(modules.read_bytes())[0]
+        kind, path = first["type"].rpartition(".")[2], first.get("path", "")
     except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError):
         return ""
-    return f"{kind:.80}" if kind != "Transformer" else ""
+    if kind != "Transformer":
+        return (
+            f"modules.json begins with the module {kind:.80}, which is not implemented: it must begin with a"
+            " Transformer"
+        )
+    return f'modules.json: [0]: path = {path!r:.80} must be "": move that folder\'s files up to it' if path else ""
 
 
 def _base_of(adapter_config: Path) -> str:

@@ -174,15 +174,12 @@ def test_added_tokens_that_share_white_space(seed: int) -> None:
     source, model = random.Random(seed), _model(unk_token="<unk>")
     contents = source.sample(["  ", " ", "A", " A", "A ", "  A", "AB", "<", "> ", "A  B"], source.randint(2, 4))
     flags = ("single_word", "lstrip", "rstrip", "special")
+    new = [text for text in contents if text not in model["vocab"]]
+    ids = model["vocab"] | {text: number for number, text in enumerate(new, len(model["vocab"]))}
     tokens = [
-        added_token(
-            text, model["vocab"].get(text, len(model["vocab"]) + place), normalized=False,
-            **{flag: source.random() < 0.5 for flag in flags},
-        )
-        for place, text in enumerate(contents)
-    ]  # fmt: skip
-    for place, token in enumerate([each for each in tokens if each["content"] not in model["vocab"]]):
-        token["id"] = len(model["vocab"]) + place
+        added_token(text, ids[text], normalized=False, **{flag: source.random() < 0.5 for flag in flags})
+        for text in contents
+    ]
     content = content_of(model, pre_tokenizer={"type": "WhitespaceSplit"}, added_tokens=tokens)
     ours, theirs = build(content), library(content)
     compared = 0

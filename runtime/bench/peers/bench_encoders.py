@@ -1,10 +1,10 @@
 """`bench encoders`: this engine's vectors against llama.cpp's and transformers', on the same weights, in turns.
 
-For each model and type of the peers' weights all sides load one folder of seeded random weights: ours once for each of
-its types that are compared with these. Vectors of every workload are compared, then each is timed in rounds, all sides
-in turns, the first one rotating. Ours is `LLM.embed`; a peer runs the fastest of its own settings, by every second of
-many texts. Our server is also started on the folder: the time until it is ready, its memory, and how
-much longer a request over HTTP takes than `LLM.embed`.
+For each model and type of the peers' weights all sides load one folder of seeded random weights. Ours loads it once for
+each of its types that `PEER_DTYPES` compares with these. Vectors of every workload are compared, then each is timed in
+rounds, all sides in turns, the first one rotating. Ours is `LLM.embed`; a peer runs the fastest of its own settings.
+Our server is also started on the folder: the time until it is ready, its memory, and how much longer a request over
+HTTP takes than `LLM.embed`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ NUM_STARTS = 3
 NUM_REQUESTS = 30
 _REPEATS_OF_ONE = 20
 _MANY_TEXTS = 32
+"""Of more texts only every second one chooses a peer's setting and is compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,13 @@ def lora(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}))
 
 
-def begins_with(kind: str) -> Callable[[Path], None]:
-    """Leaves what sentence-transformers writes of a model without a Transformer."""
+def begins_with(kind: str, path: str = "") -> Callable[[Path], None]:
+    """Leaves what sentence-transformers writes of a model whose first module is of this kind, without a config."""
 
     def spoil(folder: Path) -> None:
         (folder / "config.json").unlink()
         content = [
-            {"idx": 0, "name": "0", "path": "", "type": f"sentence_transformers.base.modules.{kind.lower()}.{kind}"}
+            {"idx": 0, "name": "0", "path": path, "type": f"sentence_transformers.base.modules.{kind.lower()}.{kind}"}
         ]
         (folder / "modules.json").write_text(json.dumps(content))
 
@@ -83,6 +83,12 @@ CASES: list[tuple[Callable[[Path], object], type[ModelLoadError], str]] = [
     ),
     (begins_with("Router"), ConfigError, "modules.json begins with the module Router, which is not implemented"),
     (begins_with("StaticEmbedding"), ConfigError, "begins with the module StaticEmbedding, which is not implemented"),
+    (begins_with("Transformer"), ConfigError, "config.json: the file is missing; a model is a folder with config.json"),
+    (
+        begins_with("Transformer", "0_Transformer"),
+        ConfigError,
+        """config.json: the file is missing; .* path = '0_Transformer' must be "": move that folder's files up""",
+    ),
     (
         lambda folder: (folder / "config.json").unlink(),
         ConfigError,
