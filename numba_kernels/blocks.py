@@ -151,7 +151,7 @@ class Block:
 
     @property
     def has_power_scales(self) -> bool:
-        """Whether the scales of x beside it are powers of two, which cost no multiplication."""
+        """Whether the cpu rounds x beside it with scales that are powers of two."""
         return self.elements == 256
 
     @property

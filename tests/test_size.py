@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 42_529,
+    "numba_kernels": 42_513,
     "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
@@ -27,9 +27,9 @@ MOST_LINES = {
     "runtime/parallel": 2_876,
     "runtime/images": 937,
     "runtime/commands": 3_088,
-    "runtime/bench": 12_187,
+    "runtime/bench": 12_188,
     "runtime": 3_767,
-    "models": 20_468,
+    "models": 20_471,
     "server": 23_522,
     "tokenizer": 7_628,
     "tools": 20_434,
@@ -49,7 +49,7 @@ LONG_KERNELS = {
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]
-MOST_WORDS = 39_968
+MOST_WORDS = 39_965
 """Words of the pages for people, as `wc -w` counts them. The goal is 40,000."""
 
 

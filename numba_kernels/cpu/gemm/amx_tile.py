@@ -48,7 +48,7 @@ def amx_tile_of(stored):
         typingctx, x, words, panel, panel_stride, scales, bias, residual, residual_stride, out,
         out_stride, columns, partial, is_first, is_last, ahead, step, panels, rows, x_step, tiles,
     ):  # fmt: skip
-        """Computes ``rows`` (1 to AMX_ROWS) rows of one panel, one tile: `float_tile.gemm_tile`."""
+        """Computes ``rows`` (1 to AMX_ROWS) rows of one panel: `float_tile.gemm_tile` with one tile."""
         index, flag = types.intp, types.boolean
         signature = types.void(*[index] * 12, flag, flag, *[index] * 6)
 

@@ -177,8 +177,8 @@ def _arrange_groups_of_pairs(x, stride, depth, rows, target):
 
 @njit(nogil=True)
 def _arrange_groups_of_bytes(x, stride, depth, rows, target):
-    """`arrange_groups` as words of four bytes. Scales of LANES groups come first, so that no rounding waits for the
-    division in its own group's."""
+    """`arrange_groups` as words of four bytes. The scales of LANES groups are found before the first one is rounded, so
+    that no rounding waits for its scale's division."""
     rest, inverses = groups_on_stack(), block_on_stack()
     line, group_bytes, row_stride = LANES * 4, GROUP_ROW_WORDS * rows * 4, stride * 4
     whole = depth // GROUP

@@ -100,8 +100,8 @@ def _first_row(a, tile):
 
 
 @njit(nogil=True)
-def _last_of_height(a, tile):
-    """The tile after the last one with the height of this."""
+def _end_of_height(a, tile):
+    """The first tile after this one with another height; after the last one: the number of tiles."""
     higher = a.num_rows % a.num_tiles
     return higher if tile < higher else a.num_tiles
 
@@ -381,9 +381,9 @@ def product_parts(stored: Any) -> ProductParts:
                         tile, row = first_tile, first_row
                         while tile < last_tile:
                             height = _first_row(a, tile + 1) - row
-                            # Tiles of one height make one call, unless lines are to be prefetched between them.
+                            # Tiles of one height make one call, unless they are AMX's, or lines are prefetched between.
                             is_alone = (has_amx and is_wide) or lines_left > 0
-                            num_tiles = 1 if is_alone else min(_last_of_height(a, tile), last_tile) - tile
+                            num_tiles = 1 if is_alone else min(_end_of_height(a, tile), last_tile) - tile
                             for _ in range(min(lines_a_tile, lines_left)):
                                 prefetch_line(lines[lines_left])
                                 lines_left -= 1

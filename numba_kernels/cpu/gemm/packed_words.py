@@ -195,15 +195,25 @@ def _group(builder, source, stored, count):
     return [builder.load(variable) for variable in vectors]
 
 
+def _magnitude_bits(builder, values):
+    """The bits of the floats' magnitudes, which are ordered as they are; those of NaN are above all."""
+    return builder.and_(builder.bitcast(values, _WORDS), simd.splat_constant(I32, 0x7FFFFFFF))
+
+
+def _larger(builder, a, b):
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+def _largest_of_lanes(builder, vectors):
+    """The bits of the largest magnitude in each lane of these vectors of floats."""
+    return functools.reduce(functools.partial(_larger, builder), [_magnitude_bits(builder, each) for each in vectors])
+
+
 @emitted(types.int32, KIND, types.intp, types.intp)
 def largest_bits(builder, stored, source, count):
     """The bits of the largest magnitude among at most GROUP elements at ``source``; those of NaN are above all."""
-    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
-    found = simd.splat_constant(I32, 0)
-    for values in _group(builder, source, stored, count):
-        bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
-        found = builder.select(builder.icmp_signed(">", bits, found), bits, found)
-    return simd.fold(builder, found, lambda a, b: builder.select(builder.icmp_signed(">", a, b), a, b))
+    found = _largest_of_lanes(builder, _group(builder, source, stored, count))
+    return simd.fold(builder, found, functools.partial(_larger, builder))
 
 
 @emitted(types.float32, types.int32)
@@ -261,21 +271,12 @@ def quantize_words(builder, stored, source, count, inverse, added, target):
 def find_scales(builder, source, source_stride, num_rows, scales, inverses):
     """The scales of GROUP floats of each of at most LANES / 2 rows, ``source_stride`` bytes apart, and their factors
     before rounding, `inverse_of`."""
-    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
-
-    def larger(a, b):
-        return builder.select(builder.icmp_signed(">", a, b), a, b)
 
     def emit(height):
-        found = []
-        for row in _rows(builder, source, source_stride, height):
-            bits = [builder.and_(builder.bitcast(values, _WORDS), magnitude) for values in row]
-            found.append(functools.reduce(larger, bits))
-        lanes = _lanes_of(height)
-        folded = simd.first_lanes(builder, simd.fold_rows(builder, found, larger), lanes)
-        largest = builder.bitcast(folded, simd.vector(F32, lanes))
+        rows, lanes = _rows(builder, source, source_stride, height, GROUP), _lanes_of(height)
+        largest = _largest_of_rows(builder, rows, lanes)
         scale = builder.fdiv(largest, simd.constant_like(largest, 127.0))
-        _store_each(builder, builder.bitcast(scale, folded.type), height, scales)
+        _store_each(builder, builder.bitcast(scale, simd.vector(I32, lanes)), height, scales)
         simd.store(builder, _inverse(builder, largest), inverses)
 
     simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
@@ -288,7 +289,7 @@ def arrange_group(builder, source, source_stride, num_rows, words, inverses, sta
 
     def emit(height):
         sums, magic = [], simd.splat_constant(F32, _MAGIC)
-        for r, row in enumerate(_rows(builder, source, source_stride, height)):
+        for r, row in enumerate(_rows(builder, source, source_stride, height, GROUP)):
             inverse = simd.splat(builder, simd.load(builder, simd.offset(builder, inverses, r * 4), F32, 4))
             # Rounded, plus a number without low bits. NaN and infinity leave anything: their scale is not finite.
             moved = [builder.fadd(builder.fmul(values, inverse), magic) for values in row]
@@ -304,12 +305,19 @@ def arrange_group(builder, source, source_stride, num_rows, words, inverses, sta
     simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
 
 
-def _rows(builder, source, stride, height):
-    """The vectors of a group of each row."""
+def _rows(builder, source, stride, height, elements):
+    """The vectors of so many floats of each row."""
     for r in range(height):
         row = builder.add(source, builder.mul(stride, _i64(r)))
-        places = [simd.offset(builder, row, first * 4) for first in range(0, GROUP, LANES)]
+        places = [simd.offset(builder, row, first * 4) for first in range(0, elements, LANES)]
         yield [simd.load(builder, place, simd.vector(F32), 4) for place in places]
+
+
+def _largest_of_rows(builder, rows, lanes):
+    """The largest magnitude of each row, in so many lanes."""
+    found = [_largest_of_lanes(builder, row) for row in rows]
+    folded = simd.fold_rows(builder, found, functools.partial(_larger, builder))
+    return builder.bitcast(simd.first_lanes(builder, folded, lanes), simd.vector(F32, lanes))
 
 
 def _lanes_of(height):
@@ -340,13 +348,11 @@ def _block_scale(builder, largest, has_power):
     """A block's scale, of largest magnitudes (a float or a vector), and the factor before rounding to int8: the largest
     stands for 127; ``has_power``, for 64 to 127, since the scale is a power of two. Too small a magnitude counts as
     zeros, NaN and infinity are their scale."""
-    bits = builder.bitcast(largest, _integers_like(largest))
-
-    def number(value):
-        return ir.Constant(bits.type, [value] * bits.type.count if isinstance(bits.type, ir.VectorType) else value)
-
+    is_vector = isinstance(largest.type, ir.VectorType)
+    bits = builder.bitcast(largest, simd.vector(I32, largest.type.count) if is_vector else I32)
+    number = functools.partial(simd.constant_like, bits)
     tiny, infinite, zero = (simd.constant_like(largest, each) for each in (_SMALLEST_OF_POWERS, float("inf"), 0.0))
-    above = builder.add(bits, number(0x7FFFFF - 0x7E0000))  # the next power of two, from 127 / 64 on
+    above = builder.add(bits, number(0x7FFFFF - 0x7E0000))  # the next power of two, above 127 / 64
     power = builder.sub(builder.and_(above, number(0x7F800000)), number(6 << 23))
     inverse_power = builder.bitcast(builder.sub(number(254 << 23), power), largest.type)
     is_small = builder.fcmp_ordered("<", largest, tiny)
@@ -361,10 +367,6 @@ def _block_scale(builder, largest, has_power):
     )
 
 
-def _integers_like(value):
-    return simd.vector(I32, value.type.count) if isinstance(value.type, ir.VectorType) else I32
-
-
 @emitted(types.void, *[types.intp] * 3, types.boolean, types.boolean)
 def quantize_block(builder, source, target, start, is_halved, has_power):
     """32 floats at ``source`` as int8 to ``target``, with the scale of `_block_scale`.
@@ -376,13 +378,8 @@ def quantize_block(builder, source, target, start, is_halved, has_power):
     behind = [simd.offset(builder, target, 2 * LANES + 4 * word) for word in range(3)]
     places = [simd.offset(builder, source, first * 4) for first in (0, LANES)]
     halves = [simd.load(builder, place, simd.vector(F32), 4) for place in places]
-    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
-    first, second = (builder.and_(builder.bitcast(half, _WORDS), magnitude) for half in halves)
-
-    def larger(a, b):
-        return builder.select(builder.icmp_signed(">", a, b), a, b)
-
-    largest = builder.bitcast(simd.fold(builder, larger(first, second), larger), F32)
+    found = simd.fold(builder, _largest_of_lanes(builder, halves), functools.partial(_larger, builder))
+    largest = builder.bitcast(found, F32)
     scale, inverse = _block_scale(builder, largest, has_power)
     simd.store(builder, scale, behind[0])
     inverse = simd.splat(builder, inverse)
@@ -404,37 +401,27 @@ def quantize_block(builder, source, target, start, is_halved, has_power):
 
 @emitted(types.void, *[types.intp] * 5, types.boolean, types.boolean)
 def quantize_blocks(builder, source, source_stride, num_rows, start, target, is_halved, has_power):
-    """`quantize_block` of at most LANES / 2 rows, ``source_stride`` bytes apart: their words in turn, then their scales
+    """`quantize_block` of 2 to LANES / 2 rows, ``source_stride`` bytes apart: their words in turn, then their scales
     and both other words."""
 
     def emit(height):
-        rows = [builder.add(source, builder.mul(source_stride, _i64(r))) for r in range(height)]
+        rows = list(_rows(builder, source, source_stride, height, 2 * LANES))
         _quantize_blocks(builder, rows, start, target, is_halved, has_power)
 
-    simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
+    simd.for_each_of(builder, num_rows, range(2, LANES // 2 + 1), emit)
 
 
 def _quantize_blocks(builder, rows, start, target, is_halved, has_power):
     height, lanes = len(rows), _lanes_of(len(rows))
     behind = [simd.offset(builder, target, (8 + word) * height * 4) for word in range(3)]
-    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
 
-    def larger(a, b):
-        return builder.select(builder.icmp_signed(">", a, b), a, b)
+    def sums(values):
+        return simd.first_lanes(builder, simd.fold_rows(builder, values, builder.add), lanes)
 
-    def folded(values, combine):
-        return simd.first_lanes(builder, simd.fold_rows(builder, values, combine), lanes)
-
-    values, found = [], []
-    for row in rows:
-        halves = [simd.load(builder, simd.offset(builder, row, first * 4), simd.vector(F32), 4) for first in (0, LANES)]
-        values.append(halves)
-        found.append(larger(*(builder.and_(builder.bitcast(half, _WORDS), magnitude) for half in halves)))
-    largest = builder.bitcast(folded(found, larger), simd.vector(F32, lanes))
-    scales, inverses = _block_scale(builder, largest, has_power)
+    scales, inverses = _block_scale(builder, _largest_of_rows(builder, rows, lanes), has_power)
     _store_each(builder, builder.bitcast(scales, simd.vector(I32, lanes)), height, behind[0])
     whole = []
-    for r, halves in enumerate(values):
+    for r, halves in enumerate(rows):
         inverse = builder.shuffle_vector(inverses, inverses, ir.Constant(_WORDS, [r] * LANES))
         whole.append([rounded(builder, half, inverse) for half in halves])
     _store_in_turn(builder, [_low_bytes(builder, [*a, *b]) for a, b in _pairs(whole)], height, target)
@@ -442,10 +429,10 @@ def _quantize_blocks(builder, rows, start, target, is_halved, has_power):
     with builder.if_else(is_halved) as (by_halves, at_once):
         with by_halves:
             for half, place in enumerate(behind[1:]):
-                total = folded([each[half] for each in whole], builder.add)
+                total = sums([each[half] for each in whole])
                 _store_each(builder, builder.mul(total, start), height, place)
         with at_once:
-            total = folded([builder.add(*each) for each in whole], builder.add)
+            total = sums([builder.add(*each) for each in whole])
             _store_each(builder, builder.mul(total, start), height, behind[1])
             below = builder.fneg(builder.sitofp(total, simd.vector(F32, lanes)))
             _store_each(builder, builder.bitcast(below, total.type), height, behind[2])
@@ -469,15 +456,12 @@ def _store_in_turn(builder, vectors, height, address):
 @emitted(types.void, KIND, *[types.intp] * 5)
 def largest_bits_of_columns(builder, stored, source, source_stride, depth, columns, target):
     """The bits of the largest magnitude in each of at most LANES columns of ``depth`` rows; i32, to ``target``."""
-    magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
     found = cgutils.alloca_once(builder, _WORDS)
     builder.store(simd.splat_constant(I32, 0), found)
     with cgutils.for_range(builder, depth, intp=I64) as loop:
         at = builder.add(source, builder.mul(loop.index, source_stride))
         values = simd.widen(builder, _columns(builder, at, stored, columns), stored)
-        bits = builder.and_(builder.bitcast(values, _WORDS), magnitude)
-        before = builder.load(found)
-        builder.store(builder.select(builder.icmp_signed(">", bits, before), bits, before), found)
+        builder.store(_larger(builder, _magnitude_bits(builder, values), builder.load(found)), found)
     simd.store(builder, builder.load(found), target)
 
 

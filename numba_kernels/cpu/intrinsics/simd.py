@@ -101,7 +101,7 @@ def _suffix(kind: ir.Type) -> str:
 
 
 def constant_like(value: ir.Value, number: float) -> ir.Constant:
-    """``number`` as a float, or in every lane of a vector of floats: the type of ``value``."""
+    """``number`` in the type of ``value``: a number, or a vector with it in every lane."""
     lanes = [number] * value.type.count if isinstance(value.type, ir.VectorType) else number
     return ir.Constant(value.type, lanes)
 

@@ -47,7 +47,7 @@ NUM_STARTS = 3
 NUM_REQUESTS = 30
 _REPEATS_OF_ONE = 20
 _MANY_TEXTS = 32
-"""Of more texts only every second one chooses a peer's setting and is compared."""
+"""With more texts, a peer chooses its setting by every second one, and those are compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,11 @@ def test_exact_mode_cuts_k_into_segments(name: str) -> None:
     np.testing.assert_array_equal(ops.linear(tensor(x[4:5]), packed).numpy(), out[4:5])
 
 
-def test_activations_that_are_not_finite_stay_in_their_rows() -> None:
+@pytest.mark.parametrize(("rows", "value"), [(3, np.nan), (35, np.nan), (35, -np.inf)])
+def test_activations_that_are_not_finite_stay_in_their_rows(rows: int, value: float) -> None:
     weight, floats = blocks(np.random.default_rng(7), "Q4_K", 20, 256)
-    x = normal(np.random.default_rng(8), (3, 256))
-    x[1, 7] = np.nan
+    x = normal(np.random.default_rng(8), (rows, 256))
+    x[1, 7] = value
     out = ops.linear(tensor(x), ops.prepare_linear([weight])).numpy()
     assert not np.isfinite(out[1]).any()
     np.testing.assert_allclose(out[::2], int8.linear_of_blocks(x[::2], floats, has_powers=True), rtol=1e-4, atol=1e-4)
@@ -152,7 +153,7 @@ def test_activations_that_are_not_finite_stay_in_their_rows() -> None:
 def test_scales_of_x_that_are_powers_of_two() -> None:
     """At the edges between powers, and where magnitudes are too small to count; by tiles of few and of many rows."""
     above = np.nextafter(np.float32(127), np.float32(128))
-    edges = np.array([127, above, 128, 64, 2.0**-94, 2.0**-95, 0], np.float32)
+    edges = np.array([127, above, 128, 64, 2.0**110, 2.0**-94, 2.0**-95, 2.0**-140, 0], np.float32)
     weight, floats = blocks(np.random.default_rng(9), "Q4_K", 20, 256)
     largest = np.resize(edges, (35, 1))
     x = (normal(np.random.default_rng(10), (35, 256)).clip(-1, 1) * largest).astype(np.float32)
