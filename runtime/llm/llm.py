@@ -73,9 +73,6 @@ def _when_there_is_room(call: Callable[[], T]) -> T:
             time.sleep(error.retry_after_s)
 
 
-Start = Callable[[], Future[NDArray[np.float32]]]
-
-
 def _if_there_is_room(call: Callable[[], T]) -> T | None:
     try:
         return call()
@@ -349,7 +346,7 @@ class LLM(LoadedModel):
     ) -> list[NDArray[np.float32]]:  # fmt: skip
         """The engine's result of each, in their order."""
 
-        def begin(each: AskedPooling, embed: Callable[..., Future[NDArray[np.float32]]]) -> Start:
+        def begin(each: AskedPooling, embed: Callable[..., T]) -> Callable[[], T]:
             return partial(
                 embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from, each.num_unpooled
             )
