@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_585,
     "runtime/linear": 3_450,
     "runtime/kv": 1_931,
-    "runtime/engine": 28_921,
+    "runtime/engine": 28_922,
     "runtime/text": 7_342,
     "runtime/llm": 1_958,
     "runtime/parallel": 2_876,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_471,
     "server": 23_522,
     "tokenizer": 7_628,
-    "tools": 20_434,
+    "tools": 20_433,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -26,7 +26,7 @@ import numpy as np
 
 from models.checkpoints.hub import resolve_model
 from numba_kernels.cuda import attention
-from runtime import ops
+from runtime.backends import cuda
 from runtime.bench.svg import page, text
 from runtime.device.device import best_device
 from runtime.device.gpu import Gpu
@@ -62,13 +62,12 @@ def attention_weights(model: str, token_ids: Sequence[int], device: str = "emula
 
 @contextlib.contextmanager
 def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
-    """A context in which `ops.attention` uses the naive kernel, and each call adds its [heads, queries, keys]."""
+    """A context in which the GPU's attention uses the naive kernel, and each call adds its [heads, queries, keys]."""
     found: list[np.ndarray] = []
 
     def observe(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, group: int, *, scale: float,
-        window: int | None = None, sinks: Tensor | None = None, softcap: float | None = None,
-        scales: Sequence[Tensor] = (),
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, group: int, pages: tuple[int, int, int], scale: float,
+        window: int | None, sinks: Tensor | None, softcap: float | None, *_: Any,
     ) -> Tensor:  # fmt: skip
         tokens, heads, head_dim = q.shape
         _, kv_heads, block_size, _ = k_cache.shape
@@ -94,7 +93,7 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
         found.append(weights[:, :, : batch.max_seq_len].transpose(1, 0, 2))
         return result
 
-    with patch.object(ops, "attention", observe):
+    with patch.object(cuda, "attention", observe):
         yield found
 
 

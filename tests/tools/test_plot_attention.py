@@ -33,20 +33,20 @@ def test_the_demo_models_weights_are_causal_and_sum_to_one() -> None:
 @pytest.mark.emulator
 def test_the_weights_are_those_of_the_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first layer, on the cpu, by the oracle."""
-    from runtime import ops
+    from runtime.backends import cpu
 
     seen = []
-    original = ops.attention
+    original = cpu.attention
 
-    def observe(q, k_cache, v_cache, batch, group, *, scale, window=None, sinks=None, softcap=None, scales=()):
+    def observe(q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, *others):
         assert softcap is None
         assert sinks is None
         if not seen:
             keys = [k_cache.array[slot // 16, :, :, slot % 16] for slot in range(len(IDS))]  # [Hkv, D] each
             seen.append(oracle_weights(q.array.copy(), np.stack(keys), scale, window))
-        return original(q, k_cache, v_cache, batch, group, scale=scale, window=window)
+        return original(q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, *others)
 
-    monkeypatch.setattr(ops, "attention", observe)
+    monkeypatch.setattr(cpu, "attention", observe)
     with LLM(device="cpu", dtype="float32", max_model_len=64, kv_cache_bytes=1 << 22) as llm:
         llm.logits(IDS)
     monkeypatch.undo()

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.messages import Source
 from runtime.engine.transfer.identity import TransferError
-from runtime.engine.transfer.sockets import STALL_S
-from runtime.engine.transfer.transport import Pages, Transport, check_names
+from runtime.engine.transfer.transport import STALL_S, Pages, Transport, check_names
 from runtime.kv.page_store import Fill, PageLostError, PageName, PageRun, PageStore
 
 logger = logging.getLogger("xserv.engine")

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from runtime.engine.transfer.frames import Alive, IsRead, Place, Stream
 from runtime.engine.transfer.identity import Identity, TransferError
-from runtime.engine.transfer.sockets import ALIVE_S, STALL_S, TcpTransport
+from runtime.engine.transfer.sockets import ALIVE_S, TcpTransport
+from runtime.engine.transfer.transport import STALL_S
 from runtime.errors import InvalidArgumentError
 from runtime.later import later
 

@@ -38,13 +38,11 @@ from runtime.engine.process.handshake import HandshakeError, answer, greet
 from runtime.engine.transfer.frames import Alive, End, Header, Mine, Refusal, Stream, Wanted, read_whole
 from runtime.engine.transfer.identity import Identity, RefusedError, TransferError
 from runtime.engine.transfer.segments import SentSegments, TakenSegments
-from runtime.engine.transfer.transport import Arrived, Ended, Pages, StaleLeaseError
+from runtime.engine.transfer.transport import STALL_S, Arrived, Ended, Pages, StaleLeaseError
 from runtime.errors import InvalidArgumentError, XservError
 
 logger = logging.getLogger("xserv.engine")
 
-STALL_S = 5.0
-"""A peer that sends nothing for so long is given up."""
 ALIVE_S = 1.0
 LEASE_S = 60.0
 """An offer that was not taken is dropped after so long."""

@@ -24,6 +24,9 @@ from runtime.engine.messages import Source
 from runtime.engine.transfer.identity import Identity, RefusedError, TransferError
 from runtime.kv.page_store import PageName
 
+STALL_S = 5.0
+"""A peer that sends nothing for so long is given up."""
+
 
 class StaleLeaseError(RefusedError):
     """The peer has no such offer: it was taken, it has expired, or there never was one."""
