@@ -47,6 +47,8 @@ def draw_stored(rng: random.Random, family: str, emulated: list[str], *, is_smal
             case["fields"].pop("layer_types", None)
         if "query_pre_attn_scalar" in case["fields"]:  # which llama.cpp and we derive from the sizes
             case["fields"]["query_pre_attn_scalar"] = case["fields"]["head_dim"]
+        if family == "qwen3_moe":  # in files these models always divide the chosen experts' weights by their sum
+            case["fields"]["norm_topk_prob"] = True
     case["stored"] = stored
     for run in case["runs"]:
         run["dtype"] = case["dtype"]
