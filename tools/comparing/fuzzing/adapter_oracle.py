@@ -55,8 +55,10 @@ def adapt(request: dict[str, Any]) -> dict[str, Any]:
     for number, given in enumerate(request["adapters"]):
         try:
             answers.append(_adapted(request, given, folder / f"adapter_{number}", f"adapter_{number}_", arrays))
-        except Refused as error:
-            answers.append({"refused": " ".join(str(error).split())[:200]})
+        except (Refused, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "size mismatch" not in str(error):
+                raise
+            answers.append({"refused": " ".join(str(error).split())[:200]})  # or PEFT does not read what it wrote
     np.savez(folder / "adapted.npz", allow_pickle=False, **arrays)
     return {"adapters": answers}
 
