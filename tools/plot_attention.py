@@ -67,7 +67,7 @@ def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
 
     def observe(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Any, group: int, pages: tuple[int, int, int], scale: float,
-        window: int | None, sinks: Tensor | None, softcap: float | None, *_: Any,
+        window: int | None, sinks: Tensor | None, softcap: float | None, *others: Any,
     ) -> Tensor:  # fmt: skip
         tokens, heads, head_dim = q.shape
         _, kv_heads, block_size, _ = k_cache.shape
