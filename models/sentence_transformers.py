@@ -102,7 +102,7 @@ def read_layout(folder: Path) -> SentenceLayout:
             stages.append(dense)
             size = len(dense.weight)
         elif kind == "Normalize":
-            _check_names(_read(path / "config.json") or {}, path / "config.json")
+            _check_names(_read_object(path / "config.json"), path / "config.json")
             stages.append(normalized)
         elif kind == "LogitScore":
             score_token_ids = _read_logit_score(path / "config.json")
@@ -114,11 +114,11 @@ def read_layout(folder: Path) -> SentenceLayout:
     ends_normalized = bool(stages) and stages[-1] is normalized
     if ends_normalized:  # after the vector is cut
         del stages[-1]
-    given = _read(folder / "config_sentence_transformers.json") or {}
-    bert = _read(folder / "sentence_bert_config.json") or {}
+    given = _read_object(folder / "config_sentence_transformers.json")
+    bert = _read_object(folder / "sentence_bert_config.json")
     most = bert.get("max_seq_length")
     if most is None:
-        given_length = (_read(folder / "tokenizer_config.json") or {}).get("model_max_length")
+        given_length = _read_object(folder / "tokenizer_config.json").get("model_max_length")
         most = given_length if type(given_length) is int and 0 < given_length < 1 << 30 else None
     if most is not None and (type(most) is not int or most < 1):
         raise ConfigError(
@@ -250,10 +250,10 @@ def _parts_of_template(text: str, folder: Path) -> tuple[str, str, str]:
 
 def score_activation(folder: Path, labels: tuple[str, ...]) -> ScoreActivation:
     """The activation of a classifier's scores: by the folder's files, else that of the kind of problem."""
-    config = _read(folder / "config.json") or {}
+    config = _read_object(folder / "config.json")
     inner = config.get("sentence_transformers")
     names = (
-        (_read(folder / "config_sentence_transformers.json") or {}).get("activation_fn"),
+        _read_object(folder / "config_sentence_transformers.json").get("activation_fn"),
         inner.get("activation_fn") if isinstance(inner, dict) else None,
         config.get("sbert_ce_default_activation_function"),
     )
@@ -281,6 +281,14 @@ def _read(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON: {error}") from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """A JSON object; an empty one if there is no such file."""
+    found = _read(file)
+    if not isinstance(found, dict | None):
+        raise ConfigError(f"{file}: must be a JSON object, not {found!r:.80}")
+    return found or {}
 
 
 def _kind(module: dict[str, Any], where: str) -> str:
@@ -325,7 +333,7 @@ def _check_names(fields: dict[str, Any], file: Path) -> None:
 
 
 def _read_logit_score(file: Path) -> tuple[int, ...]:
-    fields = _read(file) or {}
+    fields = _read_object(file)
     ids = [fields.get(name) for name in ("false_token_id", "true_token_id")]
     if type(ids[1]) is not int or not (ids[0] is None or type(ids[0]) is int):
         raise ConfigError(

@@ -41,16 +41,18 @@ class OriginRules:
     def check(self, method: str, scheme: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raises `ApiError` 403 for a foreign name, and for a page of another site that does more than read; 400 for
         two names."""
-        host = origin = fetch_site = b""
+        host: bytes | None = None
+        origin = fetch_site = b""
         for name, value in headers:
             if name == b"host":
-                if host:
+                if host is not None:
                     raise ApiError(400, "The request has more than one Host header.", code="invalid_http")
                 host = value.lower()
             elif name == b"origin":
                 origin = value.lower()
             elif name == b"sec-fetch-site":
                 fetch_site = value.lower()
+        host = host or b""
         if self._hosts is not None and _without_port(host) not in self._hosts:
             raise ApiError(
                 403,

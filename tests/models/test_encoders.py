@@ -454,6 +454,9 @@ SPOILT: dict[str, tuple[str, Any, str]] = {
                "activation_function": "torch.nn.modules.linear.Identity"},
               r"linear\.weight \[95, 48\]"),
     "json": ("modules.json", None, "cannot be read as JSON"),
+    "list": ("config_sentence_transformers.json", [1], "transformers.json: must be a JSON object, not .1"),
+    "text": ("sentence_bert_config.json", "x", "sentence_bert_config.json: must be a JSON object, not 'x'"),
+    "number": ("4_Normalize/config.json", 7, "4_Normalize/config.json: must be a JSON object, not 7"),
 }  # fmt: skip
 
 

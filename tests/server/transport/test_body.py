@@ -139,8 +139,10 @@ def test_a_compressed_transfer_is_refused(small: Served) -> None:
     assert b"(Transfer-Encoding: gzip, chunked)" in received
 
 
-def test_two_names_of_the_server_are_refused(small: Served) -> None:
-    received = raw_exchange(small.url, head("Host: y", f"Content-Length: {len(BODY)}", "Connection: close") + BODY)
+@pytest.mark.parametrize("first", [b"x", b""])
+def test_two_names_of_the_server_are_refused(small: Served, first: bytes) -> None:
+    request = head("Host: y", f"Content-Length: {len(BODY)}", "Connection: close") + BODY
+    received = raw_exchange(small.url, request.replace(b"Host: x", b"Host: %b" % first, 1))
     assert received.startswith(b"HTTP/1.1 400 ")
     assert b"more than one Host header" in received
 
