@@ -13,10 +13,11 @@ from models.checkpoints.model_files import open_model
 from models.configuration.generation_config import recommended_sampling
 from runtime.device.device import Device
 from runtime.engine.make_client import StartingClient
-from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.messages import EngineOutput, EngineRequest, PoolingRequest
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
+from runtime.pooling import PoolingTask
 from runtime.text.load import load_tokenizer, tokenizer_of
 from server.adapters import Adapters
 from server.config import ServerConfig
@@ -95,7 +96,8 @@ def warm_up(client: EngineClient) -> None:
     prompt_length = max(1, min(4, client.info.max_model_len - 2))
     if not client.info.pooling.generates:
         try:
-            client.embed([0] * prompt_length, task="classify" if client.info.pooling.labels else "embed").result()
+            task: PoolingTask = "classify" if client.info.pooling.labels else "embed"
+            client.embed(PoolingRequest([0] * prompt_length, task=task)).result()
         except XservError as error:
             raise ServerStartError(f"the model failed on its first text: {error}") from error
         return

@@ -7,7 +7,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -16,7 +16,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.transfer.identity import Identity
 from runtime.images.patches import Rule
 from runtime.kv.kinds import FULL, AnyKind, has_states, window_of
-from runtime.pooling import PoolingInfo
+from runtime.pooling import PoolingInfo, PoolingTask
 
 ErrorCode = Literal[
     "unsatisfiable_request", "invalid_grammar", "stale_lease", "invalid_extra_args", "logits_processor_failed"
@@ -54,6 +54,25 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     columns: int
     patches: bytes
+
+
+class PoolingRequest(msgspec.Struct, frozen=True):
+    """A prompt whose hidden states after the final norm are wanted, not an answer.
+
+    pooling       one of ``POOLINGS``, or several joined by "+"; None: the model's own
+    images        the prompt's; encoded images are shared within a ``cache_salt``
+    task          a vector of any length, or the labels' scores before an activation; or either of every token
+    second_from   the first token of the second of two texts
+    num_unpooled  first tokens that are read, but not pooled
+    """
+
+    token_ids: Sequence[int]
+    pooling: str | None = None
+    images: tuple[ImageItem, ...] = ()
+    cache_salt: str | None = None
+    task: PoolingTask = "embed"
+    second_from: int | None = None
+    num_unpooled: int = 0
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from runtime.engine.errors import EngineDeadError, QueueFullError
@@ -101,11 +102,7 @@ class AsyncLLM(LoadedModel):
     ) -> EmbeddingRequestOutput:  # fmt: skip
         """The hidden states of a prompt after the final norm as one vector: see ``LLM.embed``."""
         asked = await asyncio.to_thread(self._asked_embedding, prompt, prompt_name)
-        future = await _when_there_is_room(
-            lambda: self.client.embed(
-                asked.token_ids, pooling, asked.images, asked.salt, num_unpooled=asked.num_unpooled
-            )
-        )
+        future = await _when_there_is_room(partial(self.client.embed, asked.request(pooling)))
         return self._embedded(asked, await asyncio.wrap_future(future), normalize, dimensions)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

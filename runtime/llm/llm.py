@@ -345,17 +345,11 @@ class LLM(LoadedModel):
         self, asked: Sequence[AskedPooling], pooling: str | None, task: PoolingTask, use_tqdm: bool
     ) -> list[NDArray[np.float32]]:  # fmt: skip
         """The engine's result of each, in their order."""
-
-        def begin(each: AskedPooling, embed: Callable[..., T]) -> Callable[[], T]:
-            return partial(
-                embed, each.token_ids, pooling, each.images, each.salt, task, each.second_from, each.num_unpooled
-            )
-
         waiting: list[Future[NDArray[np.float32]]] = []
         found: list[NDArray[np.float32]] = []
         try:
             if len(asked) == 1:
-                waiting.append(_when_there_is_room(begin(asked[0], self.client.embed_here)))
+                waiting.append(_when_there_is_room(partial(self.client.embed_here, asked[0].request(pooling, task))))
                 return [waiting[0].result()]
             with progress("Prompts", len(asked), use_tqdm) as advance:
 
@@ -364,7 +358,7 @@ class LLM(LoadedModel):
                     advance()
 
                 for each in asked:
-                    start = begin(each, self.client.embed)
+                    start = partial(self.client.embed, each.request(pooling, task))
                     while (future := _if_there_is_room(start)) is None:
                         if len(found) < len(waiting):
                             take_next()

@@ -22,7 +22,7 @@ from runtime.engine.grammar.compiling import GrammarChecker
 from runtime.engine.grammar.matcher import LazyVocabulary
 from runtime.engine.make_client import is_fleet, start_client
 from runtime.engine.make_engine import engine_of  # imports the kernels
-from runtime.engine.messages import AdapterRef, EngineRequest, ImageItem
+from runtime.engine.messages import AdapterRef, EngineRequest, ImageItem, PoolingRequest
 from runtime.engine.option_names import known_options
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
 from runtime.engine.process.thread_client import ThreadEngineClient
@@ -31,7 +31,7 @@ from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from runtime.llm.prompts import LoRARequest, Prompt, scheduling_of, with_images
 from runtime.llm.weights import ChangingWeights
-from runtime.pooling import normalized
+from runtime.pooling import PoolingTask, normalized
 from runtime.progress import ON_STDERR, SILENT
 from runtime.text.chat import chat_prompt
 from runtime.text.content import PictureText, picture_text, with_picture_texts
@@ -56,6 +56,11 @@ class AskedPooling(NamedTuple):
     salt: str | None
     second_from: int | None
     num_unpooled: int = 0
+
+    def request(self, pooling: str | None, task: PoolingTask = "embed") -> PoolingRequest:
+        return PoolingRequest(
+            self.token_ids, pooling, self.images, self.salt, task, self.second_from, self.num_unpooled
+        )
 
 
 class EngineArgs:

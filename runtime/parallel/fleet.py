@@ -35,7 +35,7 @@ from runtime.engine.messages import (
     EngineRequest,
     EngineState,
     EngineStats,
-    ImageItem,
+    PoolingRequest,
     RoutingStats,
     StepView,
 )
@@ -60,7 +60,6 @@ from runtime.parallel.prefix_index import PromptDigests
 from runtime.parallel.ray_engines import RayEngines
 from runtime.parallel.roles import Roles
 from runtime.parallel.routing import Route, Router
-from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
 
@@ -254,17 +253,8 @@ class Fleet(EngineClient):
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         return self._idlest().logits(token_ids)
 
-    def embed(
-        self,
-        token_ids: Sequence[int],
-        pooling: str | None = None,
-        images: Sequence[ImageItem] = (),
-        cache_salt: str | None = None,
-        task: PoolingTask = "embed",
-        second_from: int | None = None,
-        num_unpooled: int = 0,
-    ) -> Future[NDArray[np.float32]]:
-        return self._idlest().embed(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
+    def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
+        return self._idlest().embed(request)
 
     def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.load_adapter``: an engine reads it; the others will, when a request asks for it."""

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import ImageItem
+from runtime.engine.messages import ImageItem, PoolingRequest
 from runtime.errors import XservError
 from runtime.pooling import PoolingTask, normalized
 from runtime.text.pooled_texts import num_unpooled
@@ -127,14 +127,9 @@ class AskedEmbeddings(Pending):
 
     def _start(self, index: int) -> Future[Vector]:
         second_from = self.second_from[index] if self.second_from else None
+        ids, pooling = self.inputs[index], self.asked.pooling
         return self.service.client.embed(
-            self.inputs[index],
-            self.asked.pooling,
-            self.images,
-            self.cache_salt,
-            self.task,
-            second_from,
-            self.num_unpooled,
+            PoolingRequest(ids, pooling, self.images, self.cache_salt, self.task, second_from, self.num_unpooled)
         )
 
     def shaped(self, vector: Vector) -> list[Any] | str:

@@ -14,6 +14,7 @@ import pytest
 from models.checkpoints.model_files import ModelFolder
 from runtime.engine.make_client import StartingClient
 from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import PoolingRequest
 from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.process.spawning import ENGINE, WaitingProcess
 from server.serve import serve
@@ -102,7 +103,7 @@ def test_a_waiting_process_is_taken_by_the_first_engine_alone(tmp_path: Path) ->
         client = StartingClient(folder, waiting=waiting, device="cpu").wait()
         assert isinstance(client, ProcessEngineClient)
         assert client.pid == pid
-        assert client.embed([2, 77, 3]).result(TIMEOUT_S).shape == (48,)
+        assert client.embed(PoolingRequest([2, 77, 3])).result(TIMEOUT_S).shape == (48,)
         other = StartingClient(folder, waiting=waiting, device="cpu").wait()
         assert isinstance(other, ProcessEngineClient)
         assert other.pid not in (None, pid)

@@ -31,7 +31,7 @@ from runtime.engine.messages import (
     EngineStats,
     ErrorCode,
     FinishReason,
-    ImageItem,
+    PoolingRequest,
     RoutingStats,
     StepView,
 )
@@ -48,7 +48,6 @@ from runtime.engine.weights.commands import (
     check_command,
 )
 from runtime.errors import XservError
-from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
 
@@ -265,41 +264,19 @@ class EngineClient(Protocol):
         """
         ...
 
-    def embed(
-        self,
-        token_ids: Sequence[int],
-        pooling: str | None = None,
-        images: Sequence[ImageItem] = (),
-        cache_salt: str | None = None,
-        task: PoolingTask = "embed",
-        second_from: int | None = None,
-        num_unpooled: int = 0,
-    ) -> Future[NDArray[np.float32]]:
-        """The hidden states after the final norm, pooled by one of `POOLINGS` (None: the model's own), as a vector of
-        any length; or, with the task "classify", the labels' scores before an activation.
-
-        ``images`` are the prompt's; encoded images are shared within a ``cache_salt``. ``second_from``: the first token
-        of the second of two texts. The first ``num_unpooled`` tokens are read, but not pooled.
+    def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
+        """Compute what the request asks for of its prompt's hidden states.
 
         Returns at once; a cancelled future costs no further forward pass. Raises ``RequestError``,
         ``QueueFullError``, ``EngineDeadError``; the future, ``EmbeddingError`` and ``EngineDeadError``.
         """
         ...
 
-    def embed_here(
-        self,
-        token_ids: Sequence[int],
-        pooling: str | None = None,
-        images: Sequence[ImageItem] = (),
-        cache_salt: str | None = None,
-        task: PoolingTask = "embed",
-        second_from: int | None = None,
-        num_unpooled: int = 0,
-    ) -> Future[NDArray[np.float32]]:
+    def embed_here(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
         """``embed`` for a caller that has nothing else to do: an idle engine in this process lends itself to the
         caller's thread for one pass, and the future is done. To wake the engine's thread, and to be woken by it, would
         take a tenth of a short text's time."""
-        return self.embed(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
+        return self.embed(request)
 
     def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
         """Read the adapter in a folder, check it against the model, and keep it in host memory. Returns at once; the

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from runtime import collector
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, Source, StepView
+from runtime.engine.messages import EngineOutput, EngineRequest, Source, StepView
 from runtime.engine.process.client import EngineClient, OutputSink
 from runtime.engine.process.spawning import begin, die_with_parent
 from runtime.engine.process.wire import (
@@ -276,8 +276,8 @@ class ProcessServer:
                 client.cancel(request_id, index)
             case Pause(request_id, is_paused):
                 (client.pause if is_paused else client.resume)(request_id)
-            case Call(call_id, name, arguments, images):
-                self._call(client, call_id, name, arguments, images, is_last=is_last)
+            case Call():
+                self._call(client, message, is_last=is_last)
             case Order(call_id, command):
                 self._answer_when_done(call_id, partial(client.order, command))
             case CancelCall(call_id):
@@ -303,13 +303,11 @@ class ProcessServer:
     def _receive(self, output: EngineOutput) -> None:
         self._outputs.append(output)
 
-    def _call(
-        self, client: RunningClient, call_id: int, name: str, arguments: list[Any], images: tuple[ImageItem, ...], *,
-        is_last: bool,
-    ) -> None:  # fmt: skip
-        def embed(token_ids: list[int], pooling: str | None, salt: str | None, *task: Any) -> Future[Any]:
-            is_lone = is_last and len(token_ids) <= MOST_TOKENS_HERE
-            future = (client.embed_here if is_lone else client.embed)(token_ids, pooling, images, salt, *task)
+    def _call(self, client: RunningClient, call: Call, *, is_last: bool) -> None:
+        def embed() -> Future[Any]:
+            assert call.pooled is not None
+            is_lone = is_last and len(call.pooled.token_ids) <= MOST_TOKENS_HERE
+            future = (client.embed_here if is_lone else client.embed)(call.pooled)
             if future.done():  # `_report` is not called
                 self._progress_s = time.monotonic()
             return future
@@ -320,7 +318,7 @@ class ProcessServer:
             "load_adapter": client.load_adapter,
             "reset_prefix_cache": client.reset_prefix_cache,
         }
-        self._answer_when_done(call_id, partial(computations[name], *arguments))
+        self._answer_when_done(call.call_id, partial(computations[call.name], *call.arguments))
 
     def _answer_when_done(self, call_id: int, start: Callable[[], Future[Any]]) -> None:
         try:

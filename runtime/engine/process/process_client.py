@@ -25,7 +25,15 @@ from runtime import progress
 from runtime.engine.admission import RETRY_AFTER_S, as_token_ids, check_room, prepare
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, Source, StepView
+from runtime.engine.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    PoolingRequest,
+    Source,
+    StepView,
+)
 from runtime.engine.process.child import Membership, Supervision
 from runtime.engine.process.client import Delivery, EngineClient, Origin, OutputSink, Watchers
 from runtime.engine.process.supervisor import Supervisor
@@ -68,7 +76,6 @@ from runtime.engine.weights.commands import (
     WakeUp,
     check_command,
 )
-from runtime.pooling import PoolingTask
 
 logger = logging.getLogger("xserv.engine")
 
@@ -235,26 +242,17 @@ class ProcessEngineClient(EngineClient):
         return stop
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        return self._call("logits", token_ids).result()
+        return self._send_call("logits", self._ids(token_ids)).result()
 
-    def embed(
-        self,
-        token_ids: Sequence[int],
-        pooling: str | None = None,
-        images: Sequence[ImageItem] = (),
-        cache_salt: str | None = None,
-        task: PoolingTask = "embed",
-        second_from: int | None = None,
-        num_unpooled: int = 0,
-    ) -> Future[NDArray[np.float32]]:
+    def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.embed``; errors raised there may come from the future here."""
-        return self._call("embed", token_ids, pooling, cache_salt, task, second_from, num_unpooled, images=images)
+        return self._send_call("embed", pooled=msgspec.structs.replace(request, token_ids=self._ids(request.token_ids)))
 
     def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
-        return self._send_call("load_adapter", [name, path])
+        return self._send_call("load_adapter", name, path)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
-        return self._send_call("reset_prefix_cache", [])
+        return self._send_call("reset_prefix_cache")
 
     def expect(self, source: Source, request: EngineRequest | None) -> None:
         """Have the engine take the pages of a request that will come. Without effect unless it is ready."""
@@ -337,16 +335,14 @@ class ProcessEngineClient(EngineClient):
         """Unanswered computations other than requests."""
         return len(self._calls)
 
-    def _call(
-        self, name: CallName, token_ids: Sequence[int], *arguments: str | int | None, images: Sequence[ImageItem] = ()
-    ) -> Future[NDArray[np.float32]]:
+    def _ids(self, token_ids: Sequence[int]) -> list[int]:
         ids: list[int] = as_token_ids("token_ids", token_ids, self.info.vocab_size).tolist()
-        return self._send_call(name, [ids, *arguments], tuple(images))
+        return ids
 
     def _send_call(
-        self, name: CallName, arguments: list[list[int] | str | int | None], images: tuple[ImageItem, ...] = ()
+        self, name: CallName, *arguments: list[int] | str, pooled: PoolingRequest | None = None
     ) -> Future[NDArray[np.float32]]:
-        return self._begin_call(lambda call_id: Call(call_id, name, arguments, images))
+        return self._begin_call(lambda call_id: Call(call_id, name, arguments, pooled))
 
     def _begin_call(self, message: Callable[[int], Call | Order]) -> Future[NDArray[np.float32]]:
         self._origin.check()

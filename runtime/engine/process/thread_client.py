@@ -27,7 +27,7 @@ from runtime.engine.messages import (
     EngineState,
     EngineStats,
     FinishReason,
-    ImageItem,
+    PoolingRequest,
     Source,
     StepView,
 )
@@ -39,7 +39,6 @@ from runtime.engine.steps.embedder import Embedding
 from runtime.engine.timeline import StepViews
 from runtime.engine.weights.commands import Command, GivenArrays
 from runtime.errors import XservError
-from runtime.pooling import PoolingTask
 
 T = TypeVar("T")
 
@@ -207,34 +206,14 @@ class ThreadEngineClient(EngineClient):
         """``logits`` that does not wait; computed between two steps. Raises ``EngineDeadError``."""
         return self._compute(partial(self._engine.logits, token_ids))
 
-    def embed(
-        self,
-        token_ids: Sequence[int],
-        pooling: str | None = None,
-        images: Sequence[ImageItem] = (),
-        cache_salt: str | None = None,
-        task: PoolingTask = "embed",
-        second_from: int | None = None,
-        num_unpooled: int = 0,
-    ) -> Future[NDArray[np.float32]]:
+    def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
         self._origin.check()
-        return self._queue_embedding(
-            self._engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
-        )
+        return self._queue_embedding(self._engine.embedder.prepare(request))
 
-    def embed_here(
-        self,
-        token_ids: Sequence[int],
-        pooling: str | None = None,
-        images: Sequence[ImageItem] = (),
-        cache_salt: str | None = None,
-        task: PoolingTask = "embed",
-        second_from: int | None = None,
-        num_unpooled: int = 0,
-    ) -> Future[NDArray[np.float32]]:
+    def embed_here(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
         self._origin.check()
         engine = self._engine
-        embedding = engine.embedder.prepare(token_ids, pooling, images, cache_salt, task, second_from, num_unpooled)
+        embedding = engine.embedder.prepare(request)
         if not self._borrow(embedding):
             return self._queue_embedding(embedding)
         try:

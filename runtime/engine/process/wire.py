@@ -24,7 +24,7 @@ from runtime.engine.messages import (
     EngineOutput,
     EngineRequest,
     EngineStats,
-    ImageItem,
+    PoolingRequest,
     Source,
     StepView,
     TransferSettings,
@@ -125,12 +125,12 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Compute something with these arguments and a prompt's images; answered once by ``Answer`` or ``CallFailed``."""
+    """Compute something with these arguments, or what is pooled; answered once by ``Answer`` or ``CallFailed``."""
 
     call_id: int
     name: CallName
-    arguments: list[list[int] | str | int | None]
-    images: tuple[ImageItem, ...] = ()
+    arguments: tuple[list[int] | str, ...] = ()
+    pooled: PoolingRequest | None = None
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):

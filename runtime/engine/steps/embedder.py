@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from runtime.engine.admission import pictures_of, prompt_of
 from runtime.engine.checks import check_one_of
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
-from runtime.engine.messages import ImageItem, ImageSupport
+from runtime.engine.messages import ImageSupport, PoolingRequest
 from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.steps.assemble import chunk_spans
 from runtime.engine.steps.executor import Executor, ExecutorLostError, SidePass
@@ -156,14 +156,9 @@ class Embedder:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def prepare(
-        self, token_ids: Sequence[int], pooling: str | None = None, images: Sequence[ImageItem] = (),
-        cache_salt: str | None = None, task: PoolingTask = "embed", second_from: int | None = None,
-        num_unpooled: int = 0,
-    ) -> Embedding:  # fmt: skip
-        """A checked prompt of 1 … ``max_model_len`` tokens; ``pooling`` None means the model's own. Raises
-        ``RequestError``."""
-        own = self._pooling
+    def prepare(self, request: PoolingRequest) -> Embedding:
+        """A checked prompt of 1 … ``max_model_len`` tokens. Raises ``RequestError``."""
+        own, task, pooling, num_unpooled = self._pooling, request.task, request.pooling, request.num_unpooled
         check_one_of("task", task, POOLING_TASKS)
         if why_not := own.why_not(task):
             raise RequestError(f"task is {task!r}, but the model has no head for it: {why_not}", param="task")
@@ -176,15 +171,15 @@ class Embedder:
             pooling = own.pooling if pooling is None else pooling
             for each in poolings_of(pooling):
                 check_one_of("pooling", each, POOLINGS)
-        ids = prompt_of("token_ids", token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
+        ids = prompt_of("token_ids", request.token_ids, self._vocab_size, self._limits.max_model_len, has_answer=False)
         if num_unpooled >= len(ids):
             raise RequestError(
                 f"token_ids must be more than the prompt's {num_unpooled}, which are not pooled, got {len(ids)}",
                 param="token_ids",
             )
         return Embedding(
-            ids, pooling, Future(), task, second_from if own.reads_types else None, num_unpooled,
-            pictures=pictures_of(images, ids, self._images), cache_salt=cache_salt,
+            ids, pooling, Future(), task, request.second_from if own.reads_types else None, num_unpooled,
+            pictures=pictures_of(request.images, ids, self._images), cache_salt=request.cache_salt,
         )  # fmt: skip
 
     def add(self, embedding: Embedding) -> None:

@@ -25,7 +25,7 @@ from runtime import ops
 from runtime.batch import Batch, EncodedTokens
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine
-from runtime.engine.messages import EngineRequest, ImageItem
+from runtime.engine.messages import EngineRequest, ImageItem, PoolingRequest
 from runtime.engine.picture_queue import EncodingBudget, PictureQueue
 from runtime.engine.sampling_params import SamplingParams
 from runtime.images.patches import make_patches, normalised
@@ -260,7 +260,7 @@ def test_pictures_of_an_embedding_that_nobody_wants_are_not_encoded(folder: Path
     with opened(folder) as llm:
         _, ids, images, salt, *_ = llm._asked_embedding(asked(PICTURES))
     engine = build_engine(folder, max_num_batched_tokens=64)
-    given_up, wanted = (engine.embedder.prepare(ids, "last", images, salt) for _ in range(2))
+    given_up, wanted = (engine.embedder.prepare(PoolingRequest(ids, "last", images, salt)) for _ in range(2))
     given_up.future.cancel()
     for embedding, num_kept in ((given_up, 0), (wanted, 1)):
         engine.embed(embedding)

@@ -18,7 +18,7 @@ import pytest
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.make_client import start_client
-from runtime.engine.messages import StepView
+from runtime.engine.messages import PoolingRequest, StepView
 from runtime.engine.process.child import Supervision
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
@@ -129,7 +129,7 @@ def test_a_request_that_kills_its_engine_harms_no_other(fleet: Fleet) -> None:
 
 def test_calls_go_to_the_idlest_and_end_with_its_engine(fleet: Fleet) -> None:
     assert fleet.logits([1, 2, 3]).ravel().tolist() == [1.0, 2.0, 3.0]
-    futures = [fleet.embed([1]) for _ in range(4)]
+    futures = [fleet.embed(PoolingRequest([1])) for _ in range(4)]
     assert [client.num_calls for client in fleet.engines] == [2, 2]
     for pid in pids(fleet):
         os.kill(pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from runtime.engine.errors import RequestError
+from runtime.engine.messages import PoolingRequest
 from runtime.errors import XservError
 from runtime.llm import LLM
 from runtime.pooling import PoolingInfo, ScoreActivation
@@ -43,7 +44,7 @@ def folder_of(folder: Path, case: str, labels: list[str]) -> Path:
 def scores(llm: LLM, first: str, second: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     tokenizer, pooling = llm.get_tokenizer(), llm.client.info.pooling
     ids, second_from = pair_of(tokenizer, pooling, first, second)
-    return llm.client.embed(ids, task="classify", second_from=second_from).result().astype(np.float64)
+    return llm.client.embed(PoolingRequest(ids, task="classify", second_from=second_from)).result().astype(np.float64)
 
 
 def test_a_model_of_inference(tmp_path: Path) -> None:

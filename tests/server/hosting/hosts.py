@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from models.errors import ModelLoadError
 from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.make_client import StartingClient
-from runtime.engine.messages import EngineRequest
+from runtime.engine.messages import EngineRequest, PoolingRequest
 from runtime.engine.process.client import EngineClient
 from runtime.engine.weights.commands import Sleep
 from runtime.pooling import PoolingInfo
@@ -77,7 +77,7 @@ class FakeModelEngine(FakeEngineClient):
         future.set_result(np.zeros(4, np.float32))
         return future
 
-    def embed(self, token_ids: Any, *more: Any, **named: Any) -> Future[NDArray[np.float32]]:
+    def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
         future: Future[NDArray[np.float32]] = Future()
         size = len(self.pooling.labels) or 4
         future.set_result(np.full(size, 0.5, np.float32))

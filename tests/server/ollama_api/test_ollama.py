@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import ollama
 import pytest
 
+from runtime.engine.messages import PoolingRequest
 from server.config import ServerConfig
 from server.ollama_api.request import _with_images
 from tests.server.conftest import ANSWER, Served, answer_of, as_new, faked, prompt_of, saying, serving
@@ -241,10 +242,10 @@ def test_logprobs(served: Served, client: ollama.Client) -> None:
 
 
 def test_vectors(served: Served, client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[int], str]] = []
+    asked: list[tuple[Sequence[int], str | None]] = []
 
-    def embed(token_ids: list[int], pooling: str, *_: Any) -> Future[Any]:
-        asked.append((token_ids, pooling))
+    def embed(request: PoolingRequest) -> Future[Any]:
+        asked.append((request.token_ids, request.pooling))
         future: Future[Any] = Future()
         future.set_result(np.array([3.0, 4.0, 0.0], np.float32))
         return future

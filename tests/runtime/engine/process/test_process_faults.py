@@ -26,7 +26,7 @@ import runtime.engine.process.spawning as spawning
 from models.errors import ModelLoadError
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, PoolingRequest
 from runtime.engine.process.child import EngineProcess, Supervision
 from runtime.engine.process.main import EXIT_LOOP_DIED, EXIT_SERVER_GONE, EXIT_STUCK, ProcessServer
 from runtime.engine.process.process_client import ProcessEngineClient
@@ -218,7 +218,7 @@ def test_an_embedding_that_the_reader_computed_is_progress() -> None:
         computed.set_result(np.zeros(1, np.float32))
         server._client = Mock(embed=lambda *_: Future(), embed_here=lambda *_: computed)
         server._progress_s = 0.0
-        call = Call(1, "embed", [[1, 2], None, None])
+        call = Call(1, "embed", pooled=PoolingRequest([1, 2]))
         server._obey(call, is_last=False)
         assert server._progress_s == 0.0, "it waits for the engine's thread"
         server._obey(call, is_last=True)
@@ -252,7 +252,7 @@ def test_a_process_that_falls_silent_is_replaced(caplog: pytest.LogCaptureFixtur
 
 
 def test_calls_end_with_the_process(client: ProcessEngineClient) -> None:
-    embedding = client.embed([1, 2])
+    embedding = client.embed(PoolingRequest([1, 2]))
     results: queue.Queue[object] = queue.Queue()
 
     def ask() -> None:
@@ -271,7 +271,7 @@ def test_calls_end_with_the_process(client: ProcessEngineClient) -> None:
     assert all(isinstance(results.get_nowait(), EngineDeadError) for _ in threads)
     assert isinstance(embedding.exception(TIMEOUT_S), EngineDeadError)
     wait_until(lambda: client.state == "ready")
-    cancelled = client.embed([1, 2])
+    cancelled = client.embed(PoolingRequest([1, 2]))
     assert cancelled.cancel()
     wait_until(lambda: client._calls == {})
     assert client.logits([3, 4]).tolist() == [[3.0], [4.0]]
@@ -311,7 +311,7 @@ def test_close(drain: bool) -> None:
     with pytest.raises(EngineDeadError) as caught:
         client.submit(request("late", [1]), Sink())
     assert caught.value.retry_after_s is None
-    for call in (client.stats, lambda: client.embed([1]), lambda: client.logits([1])):
+    for call in (client.stats, lambda: client.embed(PoolingRequest([1])), lambda: client.logits([1])):
         with pytest.raises(EngineDeadError, match="closed"):
             call()
     client.cancel("x")

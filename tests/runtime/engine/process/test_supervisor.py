@@ -17,7 +17,7 @@ import pytest
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.make_client import start_client
 from runtime.engine.make_engine import build_engine
-from runtime.engine.messages import EngineOutput, EngineRequest, StepView
+from runtime.engine.messages import EngineOutput, EngineRequest, PoolingRequest, StepView
 from runtime.engine.process.client import EngineClient
 from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.process.thread_client import ThreadEngineClient
@@ -99,8 +99,8 @@ def test_logits_and_embeddings(client: ProcessEngineClient, in_process: ThreadEn
     assert found.dtype == np.float32
     assert np.array_equal(found, in_process.logits(ids))
     for pooling in ("last", "mean"):
-        embedding = client.embed(ids, pooling).result(TIMEOUT_S)
-        assert np.array_equal(embedding, in_process.embed(ids, pooling).result(TIMEOUT_S))
+        embedding = client.embed(PoolingRequest(ids, pooling)).result(TIMEOUT_S)
+        assert np.array_equal(embedding, in_process.embed(PoolingRequest(ids, pooling)).result(TIMEOUT_S))
     for each in (client, in_process):
         dropped, held = each.reset_prefix_cache().result(TIMEOUT_S)
         assert dropped >= 0
@@ -141,7 +141,7 @@ def test_requests_are_refused_alike(
 def test_calls_are_refused_alike(client: ProcessEngineClient, in_process: ThreadEngineClient, name: str) -> None:
     def failure(each: Any, *arguments: Any) -> Exception:
         def call() -> None:
-            answer = getattr(each, name)(*arguments)
+            answer = getattr(each, name)(*arguments) if name == "logits" else each.embed(PoolingRequest(*arguments))
             if name == "embed":
                 answer.result(TIMEOUT_S)
 

@@ -18,7 +18,16 @@ from models.errors import HubOfflineError, WeightsError
 from runtime.device.errors import DeviceOutOfMemoryError, LaunchError
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import ChunkView, EngineOutput, EngineRequest, RequestTimes, StepView, TokenLogprobs
+from runtime.engine.messages import (
+    ChunkView,
+    EngineOutput,
+    EngineRequest,
+    ImageItem,
+    PoolingRequest,
+    RequestTimes,
+    StepView,
+    TokenLogprobs,
+)
 from runtime.engine.process.wire import (
     BUFFER_BYTES,
     MAX_FRAME_BYTES,
@@ -47,6 +56,7 @@ from runtime.engine.process.wire import (
 )
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import OutOfMemoryError, XservError
+from runtime.pooling import POOLING_TASKS
 
 IDS = st.integers(0, 2**31 - 1)
 TEXTS = st.text(max_size=8)
@@ -101,6 +111,18 @@ REQUESTS = st.builds(
     priority=st.integers(-(2**63), 2**63 - 1),
     cache_salt=st.none() | TEXTS,
 )
+POOLED = st.builds(
+    PoolingRequest,
+    st.lists(IDS, max_size=9),
+    st.none() | TEXTS,
+    st.builds(ImageItem, digest=st.binary(), first_token=IDS, rows=IDS, columns=IDS, patches=st.binary()).map(
+        lambda image: (image,)
+    ),
+    st.none() | TEXTS,
+    st.sampled_from(POOLING_TASKS),
+    st.none() | IDS,
+    IDS,
+)
 PROBLEMS = st.builds(
     Problem,
     st.lists(TEXTS, min_size=1, max_size=3),
@@ -119,7 +141,8 @@ TO_ENGINE = (
     REQUESTS
     | st.builds(Cancel, TEXTS, st.none() | IDS)
     | st.builds(Watch, st.booleans())
-    | st.builds(Call, IDS, st.sampled_from(["logits", "embed"]), st.lists(TEXTS | st.lists(IDS, max_size=9)))
+    | st.builds(Call, IDS, st.just("load_adapter"), st.tuples(TEXTS | st.lists(IDS, max_size=9), TEXTS))
+    | st.builds(Call, IDS, st.just("embed"), pooled=POOLED)
     | st.builds(CancelCall, IDS)
     | st.builds(Close, st.booleans())
     | st.builds(
@@ -181,7 +204,7 @@ def test_numbers_of_numpy_are_sent_as_pythons() -> None:
     plain: Any = {"prompt_token_ids": [1], "priority": -2, "ttft_target_s": 2.0}
     assert found == EngineRequest(request_id="x", params=params, **plain)
     with pytest.raises(TypeError, match="cannot be sent"):
-        frame(Call(1, "logits", [object()]))  # type: ignore[list-item]
+        frame(Call(1, "logits", (object(),)))  # type: ignore[arg-type]
 
 
 def test_every_message_is_told_apart_by_its_tag() -> None:

@@ -19,7 +19,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.make_engine import build_engine, describe_engine
-from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.messages import EngineOutput, EngineRequest, PoolingRequest
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ def everything_of(engine: Engine) -> list[Any]:
         grammar = Grammar(kind="regex", text="[0-9]{3}")
         params = SamplingParams(max_tokens=6, grammar=grammar, seed=1)
         found += [each.new_token_ids for each in ask("g", [5, 6, 7], params)]
-        found.append(client.embed([5, 9, 2, 44]).result(timeout=600).tobytes())
+        found.append(client.embed(PoolingRequest([5, 9, 2, 44])).result(timeout=600).tobytes())
         found.append(client.logits([5, 9, 2, 44]).tobytes())
         params = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0.0)
         found += [repr(each.prompt_logprobs) for each in ask("l", [5, 9, 2, 44, 12], params)]

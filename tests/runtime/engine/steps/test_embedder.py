@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.messages import PoolingRequest
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.steps.embedder import EmbeddingError
 from tests.runtime.engine.fakes import FakeModel, each_loop, greedy, make_engine, prefix_hashes, request
@@ -46,7 +47,7 @@ def prompt_of(length: int, first: int = 5) -> list[int]:
 def test_the_last_and_the_mean_hidden_state(client: ThreadEngineClient, length: int) -> None:
     prompt = prompt_of(length)
     hashes = prefix_hashes(np.array(prompt))
-    last, mean = client.embed(prompt), client.embed(prompt, "mean")
+    last, mean = client.embed(PoolingRequest(prompt)), client.embed(PoolingRequest(prompt, "mean"))
     assert last.result(TIMEOUT_S).tolist() == [hashes[-1]]
     assert mean.result(TIMEOUT_S).tolist() == [np.float32(np.mean(np.array(hashes, np.float32), dtype=np.float64))]
     assert last.result().dtype == mean.result().dtype == np.float32
@@ -54,10 +55,10 @@ def test_the_last_and_the_mean_hidden_state(client: ThreadEngineClient, length: 
 
 def test_short_prompts_share_a_pass(client: ThreadEngineClient, model: FakeModel) -> None:
     gate, shapes = Gate(model), []
-    blocker = client.embed([1])
+    blocker = client.embed(PoolingRequest([1]))
     assert gate.entered.wait(TIMEOUT_S)
     prompts = [prompt_of(n, n) for n in (3, 9, 20, 30, 2, 40, 1)]
-    futures = [client.embed(prompt, "mean" if i % 2 else "last") for i, prompt in enumerate(prompts)]
+    futures = [client.embed(PoolingRequest(prompt, "mean" if i % 2 else "last")) for i, prompt in enumerate(prompts)]
 
     def note(batch: Batch) -> None:
         shapes.append((batch.num_seqs, batch.num_tokens))
@@ -80,7 +81,7 @@ def test_between_two_passes_comes_a_step(client: ThreadEngineClient, model: Fake
     client.submit(request("x", [1], max_tokens=100), sink)
     while not passes:
         assert not sink.done.wait(0.001)
-    futures = [client.embed(prompt_of(128), "mean") for _ in range(3)]
+    futures = [client.embed(PoolingRequest(prompt_of(128), "mean")) for _ in range(3)]
     for future in futures:
         future.result(TIMEOUT_S)
     assert sink.wait().token_ids() == greedy([1], 100)
@@ -91,12 +92,12 @@ def test_between_two_passes_comes_a_step(client: ThreadEngineClient, model: Fake
 
 def test_a_cancelled_one_costs_no_further_pass(client: ThreadEngineClient, model: FakeModel) -> None:
     gate = Gate(model)
-    running, waiting = client.embed(prompt_of(128)), client.embed(prompt_of(128))
+    running, waiting = client.embed(PoolingRequest(prompt_of(128))), client.embed(PoolingRequest(prompt_of(128)))
     assert gate.entered.wait(TIMEOUT_S)
     assert running.cancel()
     assert waiting.cancel()
     gate.opened.set()
-    assert client.embed([3]).result(TIMEOUT_S).tolist() == [prefix_hashes(np.array([3]))[-1]]
+    assert client.embed(PoolingRequest([3])).result(TIMEOUT_S).tolist() == [prefix_hashes(np.array([3]))[-1]]
     assert model.num_computed_tokens == BUDGET + 1
 
 
@@ -113,7 +114,7 @@ def test_a_cancelled_one_costs_no_further_pass(client: ThreadEngineClient, model
 )
 def test_a_wrong_one_is_refused(client: ThreadEngineClient, token_ids: list[int], pooling: str, param: str) -> None:
     with pytest.raises(RequestError) as raised:
-        client.embed(token_ids, pooling)
+        client.embed(PoolingRequest(token_ids, pooling))
     assert raised.value.param == param
 
 
@@ -123,12 +124,12 @@ def test_a_failure_is_told_to_its_prompts_alone(client: ThreadEngineClient, mode
 
     model.before_forward = fail
     with pytest.raises(EmbeddingError):
-        client.embed(prompt_of(100)).result(TIMEOUT_S)
+        client.embed(PoolingRequest(prompt_of(100))).result(TIMEOUT_S)
     model.before_forward = lambda batch: None
     model.nan_after = 4
     with pytest.raises(EmbeddingError, match="finite"):
-        client.embed([1, 4]).result(TIMEOUT_S)
-    assert client.embed([1, 5], "mean").result(TIMEOUT_S).shape == (1,)
+        client.embed(PoolingRequest([1, 4])).result(TIMEOUT_S)
+    assert client.embed(PoolingRequest([1, 5], "mean")).result(TIMEOUT_S).shape == (1,)
     sink = Sink()
     client.submit(request("x", [1, 2], max_tokens=5), sink)
     assert sink.wait().token_ids() == greedy([1, 2], 5)
@@ -136,19 +137,19 @@ def test_a_failure_is_told_to_its_prompts_alone(client: ThreadEngineClient, mode
 
 def test_the_queue_has_an_end(client: ThreadEngineClient, model: FakeModel) -> None:
     gate = Gate(model)
-    futures = [client.embed([1, 2]) for _ in range(8)]
+    futures = [client.embed(PoolingRequest([1, 2])) for _ in range(8)]
     with pytest.raises(QueueFullError):
-        client.embed([1, 2])
+        client.embed(PoolingRequest([1, 2]))
     gate.opened.set()
     for future in futures:
         future.result(TIMEOUT_S)
-    client.embed([1, 2]).result(TIMEOUT_S)
+    client.embed(PoolingRequest([1, 2])).result(TIMEOUT_S)
 
 
 def test_what_waits_at_the_end_is_told(model: FakeModel) -> None:
     client = ThreadEngineClient(make_engine(model=model))
     gate = Gate(model)
-    futures = [client.embed(prompt_of(128)) for _ in range(3)]
+    futures = [client.embed(PoolingRequest(prompt_of(128))) for _ in range(3)]
     assert gate.entered.wait(TIMEOUT_S)
     closing = threading.Thread(target=client.close)
     closing.start()
@@ -158,12 +159,12 @@ def test_what_waits_at_the_end_is_told(model: FakeModel) -> None:
             future.result(TIMEOUT_S)
     closing.join(TIMEOUT_S)
     with pytest.raises(EngineDeadError):
-        client.embed([1])
+        client.embed(PoolingRequest([1]))
 
 
 def test_a_drained_engine_has_computed_them(model: FakeModel) -> None:
     client = ThreadEngineClient(make_engine(model=model))
-    futures = [client.embed(prompt_of(128)) for _ in range(3)]
+    futures = [client.embed(PoolingRequest(prompt_of(128))) for _ in range(3)]
     client.close(drain=True)
     assert all(future.result(0).shape == (1,) for future in futures)
 
@@ -178,23 +179,26 @@ def test_an_idle_engine_computes_one_on_the_callers_thread(client: ThreadEngineC
     mine = threading.current_thread().name
     wait_until(lambda: client._is_idle)
     for length in (1, BUDGET, BUDGET + 1):
-        assert client.embed_here(prompt_of(length)).result(TIMEOUT_S).tolist() == expected_last(prompt_of(length))
+        prompt = prompt_of(length)
+        assert client.embed_here(PoolingRequest(prompt)).result(TIMEOUT_S).tolist() == expected_last(prompt)
         wait_until(lambda: client._is_idle)
     assert threads == [mine, mine, "xserv-engine", "xserv-engine"]  # two passes: others come between them
     sink = Sink()
     client.submit(request("x", [1], max_tokens=50), sink)
-    assert client.embed_here([3]).result(TIMEOUT_S).tolist() == expected_last([3])
+    assert client.embed_here(PoolingRequest([3])).result(TIMEOUT_S).tolist() == expected_last([3])
     assert sink.wait().token_ids() == greedy([1], 50)
-    assert client.embed([4]).result(TIMEOUT_S).tolist() == expected_last([4])
+    assert client.embed(PoolingRequest([4])).result(TIMEOUT_S).tolist() == expected_last([4])
 
 
 def test_what_comes_meanwhile_is_computed_afterwards(client: ThreadEngineClient, model: FakeModel) -> None:
     wait_until(lambda: client._is_idle)
     gate, found = Gate(model), []
-    borrowing = threading.Thread(target=lambda: found.append(client.embed_here([1, 2]).result(TIMEOUT_S)))
+    borrowing = threading.Thread(
+        target=lambda: found.append(client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S))
+    )
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
-    sink, other, logits = Sink(), client.embed([3]), client.start_logits([1, 2])
+    sink, other, logits = Sink(), client.embed(PoolingRequest([3])), client.start_logits([1, 2])
     client.submit(request("x", [1, 2], max_tokens=5), sink)
     assert not other.done()
     gate.opened.set()
@@ -209,7 +213,7 @@ def test_what_comes_without_a_command_is_computed_afterwards(client: ThreadEngin
     """As pages do, of a request that waits for them."""
     wait_until(lambda: client._is_idle)
     gate, sink = Gate(model), Sink()
-    borrowing = threading.Thread(target=lambda: client.embed_here([1, 2]).result(TIMEOUT_S))
+    borrowing = threading.Thread(target=lambda: client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S))
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
     asked = request("x", [1, 2], max_tokens=5)
@@ -229,15 +233,15 @@ def test_an_interrupted_pass_leaves_the_engine_as_it_was(client: ThreadEngineCli
     wait_until(lambda: client._is_idle)
     model.before_forward = interrupt
     with pytest.raises(KeyboardInterrupt):
-        client.embed_here([1, 2])
+        client.embed_here(PoolingRequest([1, 2]))
     model.before_forward = lambda batch: None
     assert not client.has_work
     for _ in range(3):
-        assert client.embed_here([1, 2]).result(TIMEOUT_S).tolist() == expected_last([1, 2])
-        assert client.embed([2, 1]).result(TIMEOUT_S).tolist() == expected_last([2, 1])
+        assert client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S).tolist() == expected_last([1, 2])
+        assert client.embed(PoolingRequest([2, 1])).result(TIMEOUT_S).tolist() == expected_last([2, 1])
     model.nan_after = 4
     with pytest.raises(EmbeddingError, match="finite"):
-        client.embed_here([1, 4]).result(TIMEOUT_S)
+        client.embed_here(PoolingRequest([1, 4])).result(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("drain", [False, True])
@@ -245,14 +249,16 @@ def test_closing_waits_for_the_borrowed_pass(model: FakeModel, drain: bool) -> N
     client = ThreadEngineClient(make_engine(model=model))
     wait_until(lambda: client._is_idle)
     gate, found = Gate(model), []
-    borrowing = threading.Thread(target=lambda: found.append(client.embed_here([1, 2]).result(TIMEOUT_S)))
+    borrowing = threading.Thread(
+        target=lambda: found.append(client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S))
+    )
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
     closing = threading.Thread(target=client.close, args=(drain,))
     closing.start()
     wait_until(lambda: client.state == "closing")
     with pytest.raises(EngineDeadError):
-        client.embed_here([1])
+        client.embed_here(PoolingRequest([1]))
     assert closing.is_alive()
     gate.opened.set()
     borrowing.join(TIMEOUT_S)
@@ -273,7 +279,7 @@ def test_many_threads_borrow_submit_and_wait_at_once(model: FakeModel) -> None:
                 client.submit(request(f"{number}-{turn}", prompt[:20], max_tokens=3), sink)
                 if sink.wait().token_ids() != greedy(prompt[:20], 3):
                     wrong.append((number, turn))
-            elif client.embed_here(prompt).result(TIMEOUT_S).tolist() != expected_last(prompt):
+            elif client.embed_here(PoolingRequest(prompt)).result(TIMEOUT_S).tolist() != expected_last(prompt):
                 wrong.append((number, turn))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
@@ -292,7 +298,9 @@ def test_a_signal_handler_closes_during_its_threads_pass(model: FakeModel) -> No
     wait_until(lambda: client._is_idle)
     model.before_forward = lambda batch: client.close()
     found: list[NDArray[np.float32]] = []
-    asking = threading.Thread(target=lambda: found.append(client.embed_here([1, 2]).result(TIMEOUT_S)), daemon=True)
+    asking = threading.Thread(
+        target=lambda: found.append(client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S)), daemon=True
+    )
     asking.start()
     asking.join(TIMEOUT_S)
     assert found[0].tolist() == expected_last([1, 2])
