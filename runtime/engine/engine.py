@@ -165,6 +165,7 @@ class Engine:
         self.hand_overs.states_after = self.scheduler.states_after
         self.steps.on_start, self.steps.on_ran = self.hand_overs.look_ahead, self.hand_overs.step_ran
         self.opened.on_request_begin = self.hand_overs.begin
+        self.opened.relays = partial(self.hand_overs.relays, self.opened)
         self.opened.on_request_end.append(self.hand_overs.end)
 
     @property
@@ -322,10 +323,13 @@ class Engine:
                 return outputs
         adapters = self.adapters if self.adapters is not None and len(self.adapters) > 0 else None
         if self.hand_overs is not None:
+            self.hand_overs.relay(self.opened)
             self.hand_overs.send_waiting()
             self.hand_overs.let_go()  # not at the step's end: the second token would wait for it
             if self.hand_overs.has_pages:
                 self.hand_overs.take_in(self.scheduler)
+                if not self._has_work_beside_pictures:
+                    return outputs
         arriving = self.hand_overs if self.hand_overs is not None and len(self.hand_overs) > 0 else None
         if arriving is not None and not self._start_handed_over(arriving, outputs) and not self._awaits_beside_pages:
             return outputs

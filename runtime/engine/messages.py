@@ -161,6 +161,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease             its prompt's pages are offered under this lease, and each choice leaves after its first token
                       (``EngineOutput.is_handed_over``); empty: it stays
     is_expected       the engine that goes on has been told of the lease
+    may_relay         tokens may follow the first one here until the other engine has the pages, or is told of them
     source            where pages of its prompt come from, which it waits for
     restarts          if the weights change, it may begin again although it has sent outputs; else it ends with "abort"
     """
@@ -183,6 +184,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     begun: list[Begun] = []
     lease: str = ""
     is_expected: bool = False
+    may_relay: bool = False
     source: Source | None = None
     restarts: bool = False
     tenant: str | None = None

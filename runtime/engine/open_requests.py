@@ -45,6 +45,7 @@ class OpenRequests:
     on_end           called with each finished choice, or None
     on_request_begin called with each request whose first step is planned, or None
     on_request_end   called with each finished request
+    relays           whether a choice with a lease goes on here for now, though it has a token to leave with
     weight_version   of the weights that compute them
     """
 
@@ -59,6 +60,7 @@ class OpenRequests:
         self.on_end: Callable[[Sequence], None] | None = None
         self.on_request_begin: Callable[[Request], None] | None = None
         self.on_request_end: list[Callable[[Request], None]] = []
+        self.relays: Callable[[Sequence], bool] = _never
 
     def admit(self, request: Request) -> None:
         """Put a prepared request in the waiting queue.
@@ -250,7 +252,7 @@ class OpenRequests:
                 finish_reason == "length" or not can_draw_end(sequence, sequence.matcher.vocabulary)
             )
             finish_reason = None if is_complete else finish_reason
-        leaves = finish_reason is None and not is_complete and bool(request.lease)
+        leaves = finish_reason is None and not is_complete and bool(request.lease) and not self.relays(sequence)
         if finish_reason is not None or leaves:
             self._finish_choice(sequence)
         output = EngineOutput(
@@ -289,9 +291,22 @@ class OpenRequests:
         """End every open choice of a request."""
         return [self._end_choice(sequence, reason, error, error_code) for sequence in request.open_sequences]
 
+    def is_alone(self, request: Request) -> bool:
+        """Whether there is nothing else to do: it is the only one, has one choice, and is not paused."""
+        return len(self.by_id) == request.params.n == 1 and not self._scheduler.paused
+
+    def hand_over(self, sequence: Sequence) -> EngineOutput:
+        """Have a choice leave between two steps."""
+        return self._end_choice(sequence, None)
+
     def _end_choice(
-        self, sequence: Sequence, reason: FinishReason, error: str | None = None, error_code: ErrorCode | None = None
+        self,
+        sequence: Sequence,
+        reason: FinishReason | None,
+        error: str | None = None,
+        error_code: ErrorCode | None = None,
     ) -> EngineOutput:
+        """The last output of a choice here; without a reason it is handed over."""
         self._finish_choice(sequence)
         self.counters.errors += reason == "error"
         return EngineOutput(
@@ -304,6 +319,8 @@ class OpenRequests:
             error_code=error_code,
             times=sequence.times(),
             proposals=_proposals(sequence),
+            mirostat_mu=sequence.mirostat_mu if reason is None else None,
+            is_handed_over=reason is None,
             offered=sequence.request.offered,
             weight_version=self.weight_version,
             num_restarts=sequence.request.num_restarts,
@@ -333,6 +350,11 @@ class OpenRequests:
 
 def _all_have_begun(request: Request) -> bool:
     return all(sequence.num_output_tokens for sequence in request.open_sequences)
+
+
+def _never(sequence: Sequence) -> bool:
+    """Without hand-overs."""
+    return False
 
 
 def is_parked(scheduler: Scheduler, request: Request) -> bool:

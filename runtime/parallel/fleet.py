@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -412,8 +413,8 @@ class Fleet(EngineClient):
 
     def _seeded(self, request: EngineRequest) -> EngineRequest:
         """The request with a random seed, as an engine alone would choose one."""
-        bits = self._seeds.getrandbits(64)
-        params = msgspec.structs.replace(request.params, seed=bits - (1 << 64) if bits >> 63 else bits)
+        bits, params = self._seeds.getrandbits(64), copy(request.params)  # not checked again
+        msgspec.structs.force_setattr(params, "seed", bits - (1 << 64) if bits >> 63 else bits)
         return msgspec.structs.replace(request, params=params)
 
     def _routed(self, route: Route, sink: OutputSink) -> OutputSink:

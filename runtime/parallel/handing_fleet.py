@@ -136,28 +136,34 @@ class HandingFleet(Fleet):
         """Give a request to an engine that computes what is missing, and then hands it over, if the roles want that.
         The life's lock is held. Raises as ``ProcessEngineClient.admit`` does."""
         with self._lock:
-            loads = self.router.engine_loads(self._are_alike(self._clients[engine].weight_version))
-            assert self._roles is not None
-            decoder = self._roles.decode_engine(loads, engine) if life.most_left > 1 else engine
+            num_prompt = self.router.num_prompt[engine]
+            decoder = self._decoder(engine) if life.most_left > 1 else engine
         self._forget_pages(life)
         life.lease = f"{self._scheme}:{secrets.token_hex(32)}" if decoder != engine else ""
         life.offerer, life.decoder = engine, None
-        # If no other prompt is before it, the next engine is told now, not once the first step is planned.
-        begins_at_once = not life.is_paused and loads[engine].num_prompt <= life.route.num_prompt
-        self._admit(life, engine, lease=life.lease, is_expected=begins_at_once)
-        if life.lease and begins_at_once:
-            self._expect(life, is_early=True)
+        # If no other prompt is before it, the next engine is told now, not once the first step is planned; where that
+        # would slow the only step of a prompt, in the relay.
+        may_relay = not life.is_paused and num_prompt <= life.route.num_prompt
+        is_slowed = self.info.device == "cpu" and num_prompt <= self.info.max_num_batched_tokens
+        is_expected = may_relay and not is_slowed
+        self._admit(life, engine, lease=life.lease, is_expected=is_expected, may_relay=may_relay)
+        if life.lease and is_expected:
+            self._expect(life, decoder)
 
-    def _admit(
-        self, life: Life, engine: int, *, lease: str = "", is_expected: bool = False, source: Source | None = None
-    ) -> None:
+    def _decoder(self, engine: int) -> int:
+        """The one that goes on after this one. The lock is held."""
+        assert self._roles is not None
+        loads = self.router.engine_loads(self._are_alike(self._clients[engine].weight_version))
+        return self._roles.decode_engine(loads, engine)
+
+    def _admit(self, life: Life, engine: int, *, lease: str = "", source: Source | None = None, **flags: bool) -> None:
         """Give a request to an engine. The life's lock is held."""
         life.number += 1
         request = life.request
         if life.is_accepted:
             request = msgspec.structs.replace(request, begun=life.begun, source=source)
         if lease:
-            request = msgspec.structs.replace(request, lease=lease, is_expected=is_expected)
+            request = msgspec.structs.replace(request, lease=lease, **flags)
         for choice in life.choices:
             choice.is_here = not choice.has_ended
         client = self._clients[engine]
@@ -208,7 +214,7 @@ class HandingFleet(Fleet):
                 output = msgspec.structs.replace(output, finish_reason=None)
             elif output.finish_reason == "abort" and life.ending is not None:
                 output = msgspec.structs.replace(output, error=life.ending)
-            if output.new_token_ids or output.finish_reason is not None:
+            if output.new_token_ids or output.finish_reason is not None or output.proposals is not None:
                 self._deliver(life, output)
             self._go_on(life)
 
@@ -221,7 +227,7 @@ class HandingFleet(Fleet):
             self.router.num_recomputed += 1
             self.router.take_back(life.route)
         if life.num_deaths > MOST_DEATHS:
-            self._fail(life, output.error or "the engine has died")
+            self._abort(life, output.error or "the engine has died", has_died=True)
             return
         logger.info("request %s is begun again: its engine has died", life.request.request_id)
         life.is_placed = False
@@ -255,7 +261,7 @@ class HandingFleet(Fleet):
     def _has_settled(self, life: Life) -> bool:
         """Whether a request that no engine has any more was taken back, or ended."""
         if life.ending is not None:
-            self._abort(life, life.open_choices, life.ending)
+            self._abort(life, life.ending)
             return True
         if life.is_recalled:
             life.is_recalled = False
@@ -276,9 +282,8 @@ class HandingFleet(Fleet):
             if any(is_ready):
                 assert self._roles is not None
                 num_tokens = life.prepared.num_prompt_tokens + len(life.choices[0].token_ids)
-                num_new = np.full(len(is_ready), num_tokens, np.int64)
-                costs = self._roles.prompt_costs(self.router.engine_loads(is_ready), num_new)
-                engine = int(np.argmin(np.where(is_ready, costs, np.inf)))
+                costs = self._roles.prompt_costs(self.router.engine_loads(is_ready), [num_tokens] * len(is_ready))
+                engine = min(range(len(costs)), key=costs.__getitem__)
                 self.router.move(life.route, engine)
         if is_other:  # those with the weights that have begun it do not come back
             self.begin_again(life, "")
@@ -289,7 +294,7 @@ class HandingFleet(Fleet):
             except EngineDeadError:
                 pass
         if self._is_closing or all(client.ready_in_s is None for client in self._clients):
-            self._fail(life, "all engines have died")
+            self._abort(life, "all engines have died", has_died=True)
             return None
         with self._ended:
             self._homeless.append(life)
@@ -312,16 +317,16 @@ class HandingFleet(Fleet):
                     if life.open_choices and not life.is_placed:
                         self._find_place(life)
 
-    def _expect(self, life: Life, *, is_early: bool = False) -> None:
-        """A request is begun, or soon will be: have the next engine take its pages as they come, and reserve blocks."""
-        if life.is_recalled or life.ending is not None:
+    def _expect(self, life: Life, engine: int | None = None) -> None:
+        """A request is begun, or, if the next engine is given, soon will be: have that one take its pages as they come,
+        and reserve blocks."""
+        source = self._source(life, is_early=engine is not None)
+        if source is None or life.is_recalled or life.ending is not None:
             return
         with self._lock:
-            assert self._roles is not None
-            is_ready = self._are_alike(self._clients[life.route.engine].weight_version)
-            engine = self._roles.decode_engine(self.router.engine_loads(is_ready), life.route.engine)
-            source = self._source(life, is_early=is_early)
-            if source is None or not is_ready[engine] or engine == life.route.engine:
+            if engine is None:
+                engine = self._decoder(life.route.engine)
+            if engine == life.route.engine:
                 return
             self.router.promise(life.route, engine)
         life.decoder = engine
@@ -367,13 +372,14 @@ class HandingFleet(Fleet):
         first_token_s = first.first_token_s or times.first_token_s or life.first_token_s
         return msgspec.structs.replace(times, first_scheduled_s=first.first_scheduled_s, first_token_s=first_token_s)
 
-    def _fail(self, life: Life, error: str) -> None:
-        has_died = not self._is_closing
-        self._abort(life, life.open_choices, error if has_died else None, has_died=has_died)
-
-    def _abort(self, life: Life, choices: list[int], why: str | None = None, *, has_died: bool = False) -> None:
-        """End choices that no engine has; ``has_died``: with "error", since their engines have died."""
-        for index in choices:
+    def _abort(
+        self, life: Life, why: str | None = None, choices: list[int] | None = None, *, has_died: bool = False
+    ) -> None:
+        """End choices that no engine has, by default all; ``has_died``: with "error", since their engines have died,
+        unless the fleet closes."""
+        if has_died and self._is_closing:
+            has_died, why = False, None
+        for index in life.open_choices if choices is None else choices:
             output = EngineOutput(
                 request_id=life.request.request_id,
                 index=index,
@@ -391,7 +397,7 @@ class HandingFleet(Fleet):
         life.number += 1
         self._clients[life.route.engine].cancel(life.request.request_id)
         life.is_placed = False
-        self._abort(life, life.open_choices, CHANGED)
+        self._abort(life, CHANGED)
 
     def _end(self, life: Life) -> None:
         self._forget_pages(life)
@@ -417,7 +423,7 @@ class HandingFleet(Fleet):
                 self._clients[life.route.engine].cancel(request_id, index)
             left = [each for each in life.open_choices if index in (None, each)]
             is_left = not life.is_placed or life.is_recalled
-            self._abort(life, [each for each in left if is_left or not life.choices[each].is_here])
+            self._abort(life, choices=[each for each in left if is_left or not life.choices[each].is_here])
 
     def pause(self, request_id: str) -> None:
         self._set_paused(request_id, is_paused=True)
@@ -458,7 +464,7 @@ class HandingFleet(Fleet):
             self._pauses.is_paused = self._pauses.is_asleep = False  # as those that will be started
             for life in self.open_lives():
                 with life.lock:
-                    self._fail(life, "the model is unloaded")
+                    self._abort(life, "the model is unloaded", has_died=True)
         finally:
             self._refuses = False
 
@@ -476,7 +482,7 @@ class HandingFleet(Fleet):
             lives = list(self._lives.values())
         for life in lives:
             with life.lock:
-                self._fail(life, "the engines are closed")
+                self._abort(life, "the engines are closed", has_died=True)
 
     def _wait_for_all(self, timeout_s: float | None) -> None:
         """Until no request is open but those that a pause holds: engines that drain at once could not hand theirs
@@ -512,7 +518,7 @@ class HandingFleet(Fleet):
         if life.is_placed:
             self._clients[life.route.engine].cancel(life.request.request_id)
         else:
-            self._abort(life, life.open_choices, why)
+            self._abort(life, why)
 
     def set_going(self, life: Life) -> None:
         if life.is_accepted or self._clients[life.route.engine].state != "ready":
@@ -583,7 +589,7 @@ class HandingFleet(Fleet):
         if not life.has_output:
             return
         if not life.request.restarts:
-            self._abort(life, life.open_choices, CHANGED)
+            self._abort(life, CHANGED)
             return
         for output in life.forget_output(version):
             self._deliver(life, output)

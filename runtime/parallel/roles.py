@@ -104,8 +104,8 @@ class OpenAnswers(NamedTuple):
 class Roles(Protocol):
     """The division of work among engines."""
 
-    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The cost of a prompt on each engine, ``[num_engines]``, of which ``num_new`` tokens must be computed there;
+    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: Sequence[int]) -> list[float]:
+        """The cost of a prompt on each engine, of which ``num_new`` tokens must be computed there;
         infinite for an engine that takes no prompts. At least one ready engine has a finite cost."""
         ...
 
@@ -131,12 +131,11 @@ class StaticRoles:
             )
         self.num_prefill, self.num_engines = num_prefill, num_engines
 
-    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
+    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: Sequence[int]) -> list[float]:
         able = ready_of(loads, range(self.num_prefill)) or ready_of(loads, range(self.num_prefill, self.num_engines))
-        costs = np.full(len(loads), np.inf)
-        for engine in able:
-            costs[engine] = loads[engine].num_prompt + num_new[engine]
-        return costs
+        return [
+            loads[engine].num_prompt + num_new[engine] if engine in able else math.inf for engine in range(len(loads))
+        ]
 
     def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
         able = ready_of(loads, range(self.num_prefill, self.num_engines))
@@ -280,20 +279,21 @@ class AutoRoles:
             self.is_due = False
         self._plan(lock)
 
-    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
+    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: Sequence[int]) -> list[float]:
         if self._step is None:
-            answers = [load.num_prompt + self._output * load.num_decodes for load in loads]
-            ready = np.array([load.is_ready for load in loads])
-            return np.where(ready, num_new + np.array(answers), np.inf)
+            return [
+                load.num_prompt + self._output * load.num_decodes + new if load.is_ready else math.inf
+                for load, new in zip(loads, num_new)
+            ]
         speeds, last = self._speeds, len(self._speeds) - 1
-        found = [
-            (load.num_prompt + new) / speeds[min(round(self._weight(load)), last)] if load.is_ready else np.inf
-            for load, new in zip(loads, num_new.tolist())
+        waits_s = _WAIT * self.ttft_s if self.num_prefill else 0.0  # where decodes are
+        return [
+            (load.num_prompt + new) / speeds[min(round(self._weight(load)), last)]
+            + waits_s * (engine >= self.num_prefill)
+            if load.is_ready
+            else math.inf
+            for engine, (load, new) in enumerate(zip(loads, num_new))
         ]
-        costs = np.array(found)
-        if self.num_prefill:
-            costs[self.num_prefill :] += _WAIT * self.ttft_s
-        return costs
 
     def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
         most, weights = self._most_decodes, [self._weight(load) for load in loads]

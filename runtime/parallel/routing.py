@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
-
 from runtime.engine.config import RoutingPolicy
 from runtime.engine.messages import RoutingStats
 from runtime.engine.scheduling.block_events import BlockChanges
@@ -101,7 +99,7 @@ class Router:
         self.num_recomputed = 0
         self.mean_output_tokens = FIRST_OUTPUT_TOKENS
         self.mean_request_tokens = FIRST_OUTPUT_TOKENS
-        self._num_prompt = [0] * num_engines
+        self.num_prompt = [0] * num_engines
         self._num_answer = [0] * num_engines
         self._num_open = [0] * num_engines  # choices
         self._num_decodes = [0] * num_engines  # those with a first token
@@ -125,11 +123,11 @@ class Router:
 
     def loads(self) -> list[int]:
         """The load of each engine in tokens."""
-        return [prompt + answer for prompt, answer in zip(self._num_prompt, self._num_answer)]
+        return [prompt + answer for prompt, answer in zip(self.num_prompt, self._num_answer)]
 
     def engine_loads(self, is_ready: Sequence[bool]) -> list[EngineLoad]:
         """The loads for roles."""
-        columns = (self._num_prompt, self._num_decodes, self._num_context, is_ready)
+        columns = (self.num_prompt, self._num_decodes, self._num_context, is_ready)
         return [EngineLoad(*each) for each in zip(*columns, strict=True)]
 
     def digests_of(self, request: Request) -> list[list[int]]:
@@ -148,8 +146,8 @@ class Router:
                 how = self.digests
                 cached = found_tokens(digests, how.kinds, how.block_size, (self.index, self.expected), count).tolist()
             if self.roles is not None:
-                missing = request.num_prompt_tokens - np.array(cached)
-                costs = self.roles.prompt_costs(self.engine_loads(is_ready), missing).tolist()
+                missing = [request.num_prompt_tokens - each for each in cached]
+                costs = self.roles.prompt_costs(self.engine_loads(is_ready), missing)
                 engine = min(ready, key=costs.__getitem__)
             else:
                 loads = self.loads()
@@ -169,7 +167,7 @@ class Router:
             self.expected.add(engine, route.expected)
         self.num_routed[engine] += 1
         self.num_found_tokens += num_cached
-        self._num_prompt[engine] += route.num_prompt
+        self.num_prompt[engine] += route.num_prompt
         self._num_answer[engine] += num_answer * num_choices
         self._num_open[engine] += num_choices
         return route
@@ -245,7 +243,7 @@ class Router:
         for engines, count in (
             (self._num_open, route.num_open),
             (self._num_answer, route.num_answer * route.num_open),
-            (self._num_prompt, route.num_prompt),
+            (self.num_prompt, route.num_prompt),
         ):
             engines[before] -= count
             engines[engine] += count
@@ -298,7 +296,7 @@ class Router:
         self._add_decodes(route, route.engine, count)
 
     def _leave_prompt(self, route: Route) -> None:
-        self._num_prompt[route.engine] -= route.num_prompt
+        self.num_prompt[route.engine] -= route.num_prompt
         route.num_prompt = 0
         if route.expected:
             self.expected.discard(route.engine, route.expected)

@@ -11,6 +11,9 @@ Pages are copied after each chunk of a prompt, while later ones are computed; th
 choice leaves. In a fleet a step's tokens go before its pages. If a chunk has many pages, the planes of its first layers
 go while the later layers are computed, and the last ones once the step has not failed: without them the others are
 worth nothing. A page's name is that of `StoredPrefixes`, so the other engine finds it by the tokens.
+
+An engine that has nothing else to do relays: it goes on with an answer until its pages were sent a step ago. So clients
+do not wait for the way of the pages. A prompt that comes ends the relay with the next step.
 """
 
 from __future__ import annotations
@@ -25,15 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.messages import EngineOutput, Source
+from runtime.engine.open_requests import OpenRequests
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.reserved_prefixes import ReservedPrefixes
 from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import Step
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes, of_group, page_key
 from runtime.engine.transfer.arrivals import Arrivals
 from runtime.engine.transfer.identity import RefusedError
 from runtime.engine.transfer.transport import NO_PAGES, Pages, Transport
+from runtime.kv.kinds import FULL
 from runtime.kv.layer_copies import LayerCopies, PassCopy
 from runtime.kv.page_store import PageName
 
@@ -80,6 +85,11 @@ class _Lease:
     name: str
     transport: Transport
     is_dropped: bool = False
+    may_relay: bool = False
+    is_told: bool = False  # the fleet was, and so the other engine
+    is_held: bool = False  # nothing is offered yet: a second token goes first
+    num_relayed: int = 0  # tokens here since the first that it could leave with
+    was_sent: bool = False  # before the step that ran last
     num_blocks: int = 0
     choices: dict[int, _Offered] = field(default_factory=dict)
     ahead: dict[int, _Ahead] = field(default_factory=dict)  # by choice; of the step that runs
@@ -127,6 +137,8 @@ class HandOvers:
         self.may_wait = False  # `send_waiting` comes after a step's outputs, before the next step is planned
         self._waits = False  # pages of the step that has just run
         self._waiting: deque[tuple[_Lease, Callable[[], object]]] = deque()
+        self._relayed: Sequence | None = None
+        self._is_full = all(kind == FULL for kind in pool.kinds)
         self._announced: list[EngineOutput] = []
         self._awaited: list[Request] = []
         self._starting: list[Request] = []  # their pages lie here until they run
@@ -144,7 +156,10 @@ class HandOvers:
         """A request was admitted."""
         if request.lease:
             transport = self.transports[request.lease.partition(":")[0]]
-            self._leases[request.request_id] = _Lease(request.lease, transport)
+            lease = self._leases[request.request_id] = _Lease(request.lease, transport)
+            if request.asked is not None:
+                lease.may_relay, lease.is_told = request.asked.may_relay, request.asked.is_expected
+                lease.is_held = lease.may_relay and not lease.is_told and self._is_full
             self.counters.offered += 1
         if request.source is not None:
             self.arrivals.expect(request.source)
@@ -153,23 +168,61 @@ class HandOvers:
     def begin(self, request: Request) -> None:
         """The request's first step is planned: say that its pages can be taken."""
         lease = self._leases.get(request.request_id)
-        is_told = request.asked is not None and request.asked.is_expected
-        if lease is not None and lease.transport.offer(request.lease, NO_PAGES) and self._has_fleet and not is_told:
-            output = EngineOutput(request_id=request.request_id, index=0, new_token_ids=[], num_prompt_tokens=0)
-            if self.tell is None:
-                self._announced.append(output)
-            else:
-                self.tell(output)
+        if lease is not None and not lease.is_held:
+            self._open(request, lease)
+
+    def _open(self, request: Request, lease: _Lease) -> None:
+        """Make the offer, and tell the fleet, unless it knows."""
+        if lease.transport.offer(lease.name, NO_PAGES) and self._has_fleet and not lease.is_told:
+            lease.is_told = True
+            self._tell(EngineOutput(request_id=request.request_id, index=0, new_token_ids=[], num_prompt_tokens=0))
+
+    def _tell(self, output: EngineOutput) -> None:
+        if self.tell is None:
+            self._announced.append(output)
+        else:
+            self.tell(output)
+
+    def relays(self, opened: OpenRequests, sequence: Sequence) -> bool:
+        """Called with each token of a choice that will leave: whether it goes on here for now. So it does if there is
+        nothing else to do, until the other engine has its pages."""
+        lease = self._leases[sequence.request.request_id]
+        if self._relayed is None and lease.may_relay and not lease.is_dropped and opened.is_alone(sequence.request):
+            self._relayed = sequence
+        lease.num_relayed += 1
+        return self._relayed is sequence
+
+    def relay(self, opened: OpenRequests) -> None:
+        """Between two steps: offer the pages of the choice that goes on here once it has a second token, and have it
+        leave if they were sent before the last step, or if it is not alone any more."""
+        if (sequence := self._relayed) is None:
+            return
+        request = sequence.request
+        lease = self._leases[request.request_id]
+        is_over = lease.was_sent or lease.is_dropped or sequence.state is not State.RUNNING
+        if is_over or not opened.is_alone(request):
+            self._relayed, self._waits = None, self.may_wait
+            self._tell(opened.hand_over(sequence))
+        elif lease.is_held and lease.num_relayed > 1:
+            lease.is_held = False
+            self._open(request, lease)
+            self.note(sequence)
+        else:
+            lease.was_sent = not lease.is_held and lease.transport.has_sent(lease.name)
 
     def note(self, sequence: Sequence, states: list[list[int]] | None = None, *, is_final: bool = False) -> None:
         """The first ``num_committed`` tokens of a choice that will leave lie in its blocks, and, by group, the states
         after them in ``states``. ``is_final``: it leaves now, or is preempted."""
         lease = self._leases.get(sequence.request.request_id)
-        if lease is None or lease.is_dropped:
+        if lease is not None and is_final and sequence is self._relayed:
+            lease.drop()  # it ends here
+        if lease is None or lease.is_dropped or (lease.is_held and not is_final):
             return
         size, committed = self._pool.block_size, sequence.num_committed
         offered = lease.choices.setdefault(sequence.index, _Offered())
         ahead = lease.ahead.pop(sequence.index, None)
+        if sequence is self._relayed and committed // size == offered.num_pages:
+            return
         if ahead is not None and ahead.end != committed:
             ahead = None
         names = self._names(sequence, offered, committed) if ahead is None else ahead.names
@@ -210,7 +263,7 @@ class HandOvers:
         jobs: list[PassCopy] = []
         for sequence, start, count in ((each.sequence, each.start, each.num_tokens) for each in step.chunks):
             lease = self._leases.get(sequence.request.request_id)
-            if lease is None or lease.is_dropped or sequence.num_committed != start:
+            if lease is None or lease.is_dropped or lease.is_held or sequence.num_committed != start:
                 continue
             offered = lease.choices.setdefault(sequence.index, _Offered())
             end, size = min(start + count, sequence.num_tokens), self._pool.block_size
@@ -300,6 +353,8 @@ class HandOvers:
 
     def end(self, request: Request) -> None:
         """A request has ended here."""
+        if self._relayed is not None and self._relayed.request is request:
+            self._relayed = None
         lease = self._leases.pop(request.request_id, None)
         if lease is not None:
             if not lease.is_dropped and any(each.num_output_tokens for each in request.sequences):

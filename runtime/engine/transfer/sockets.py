@@ -248,6 +248,12 @@ class SocketTransport(ABC):
         arguments = (source, arrived, ended)
         threading.Thread(target=self._pull, args=arguments, name="xserv-transfer-pull", daemon=True).start()
 
+    def has_sent(self, lease: str) -> bool:
+        """See `Transport`."""
+        with self._condition:
+            offer = self._offers.get(lease)
+            return offer is None or (offer.is_taken and not offer.waiting)
+
     def drop(self, lease: str) -> None:
         """See `Transport`."""
         with self._condition:

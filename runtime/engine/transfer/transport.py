@@ -1,10 +1,10 @@
-"""A transport carries pages from one engine to another: five functions, of which an adapter of another library is made.
+"""A transport carries pages from one engine to another: six functions, of which an adapter of another library is made.
 
     sender                                     receiver
     offer(lease, NO_PAGES): some will come     pull(source, arrived, ended)
     offer(lease, pages), as they are computed
     offer(lease, None): that was all
-    drop(lease), use(identity)                 close()
+    has_sent(lease), drop(lease)               use(identity), close()
 
 A lease names an offer. It cannot be guessed, is taken once, and ends when it was taken, or after a time. Pages are on
 the host; the engine's blocks are free as soon as ``offer`` has returned. `runtime.engine.transfer.sockets` has the two
@@ -78,6 +78,10 @@ class Transport(Protocol):
     def pull(self, source: Source, arrived: Arrived, ended: Ended) -> None:
         """Take an offer of another engine. Returns at once. For an offer that its sender has not made yet, ``ended``
         gets `StaleLeaseError`."""
+        ...
+
+    def has_sent(self, lease: str) -> bool:
+        """Whether nothing waits that was offered under it."""
         ...
 
     def drop(self, lease: str) -> None:

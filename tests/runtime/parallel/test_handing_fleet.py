@@ -18,8 +18,9 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from runtime.engine.make_engine import build_engine
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, StepView
 from runtime.engine.process.child import Supervision
+from runtime.engine.process.spawning import python_module
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.transfer.identity import MismatchError
 from runtime.llm import LLM
@@ -90,9 +91,14 @@ class ChangingFleet(HandingFleet):
         return OftenChanging(config.data_parallel_size, None, 1.0, 0.1, rows=info.max_num_seqs)
 
 
+SLOW_RELAYS = python_module("tests.runtime.parallel.slow_relays")
+
+
 @pytest.fixture(scope="module", params=ROLES)
 def fleet(model: Path, request: pytest.FixtureRequest) -> Iterator[HandingFleet]:
-    supervision = Supervision(first_delay_s=0.05, most_delay_s=0.2, healthy_s=0.0, hang_timeout_s=30.0)
+    supervision = Supervision(
+        first_delay_s=0.05, most_delay_s=0.2, healthy_s=0.0, hang_timeout_s=30.0, command=SLOW_RELAYS
+    )
     settings = {**SETTINGS, "num_blocks": 60, "max_num_batched_tokens": 16, "max_waiting": 500}
     made = ChangingFleet(model, supervision=supervision, **ROLES[request.param], **settings)
     yield made
@@ -169,6 +175,18 @@ def disturb(fleet: HandingFleet, rng: random.Random, *, restarts: bool) -> None:
         threading.Thread(target=renew, args=(client,), daemon=True).start()
 
 
+class Relayed:
+    """Requests of which an engine for prompts has computed a second token."""
+
+    def __init__(self, fleet: HandingFleet) -> None:
+        self.requests: set[str] = set()
+        self.stop = fleet.watch(self._see)
+
+    def _see(self, view: StepView) -> None:
+        if view.engine < 2:
+            self.requests.update(each.request_id for each in view.chunks if each.start >= each.num_prompt_tokens)
+
+
 def renew(client: Any) -> None:
     with suppress(EngineDeadError):
         client.renew(TIMEOUT_S)
@@ -181,7 +199,11 @@ def test_nothing_is_lost_and_no_bit_differs(fleet: HandingFleet, known: Known, s
     """With `exhaustive` 10,000 requests over the same four engines, and 10,000 over two that take either role."""
     is_auto = isinstance(fleet.router.roles, AutoRoles)
     before = fleet.routing
-    serve(fleet, known, random.Random(seed), count, restarts=seed > 0)
+    rng, relayed = random.Random(seed), Relayed(fleet)
+    serve(fleet, known, rng, count - count // 4, restarts=seed > 0)
+    serve(fleet, known, rng, count // 4, restarts=seed > 0, most_open=2)  # an engine has nothing else to do
+    relayed.stop()
+    assert is_auto or len(relayed.requests) > count // 20
     for more in range(1, 6):  # what is computed again depends on when an engine died
         if fleet.routing.num_recomputed == before.num_recomputed:
             serve(fleet, known, random.Random(100 * more), 100)
@@ -243,7 +265,14 @@ def test_engines_of_other_ranks_refuse_pages(model: Path) -> None:
 
 
 def serve(
-    fleet: HandingFleet, known: Known, rng: random.Random, count: int, *, restarts: bool = False, disturbs: bool = True
+    fleet: HandingFleet,
+    known: Known,
+    rng: random.Random,
+    count: int,
+    *,
+    restarts: bool = False,
+    disturbs: bool = True,
+    most_open: int = 24,
 ) -> None:
     """Many requests while things happen; then nothing of them is left."""
     templates = make_requests(1, NUM_TEMPLATES)
@@ -251,7 +280,7 @@ def serve(
     for number in range(count):
         template = rng.choice(templates)
         client = Client(msgspec.structs.replace(template, request_id=f"{template.request_id}/{number}"))
-        while sum(not each.done.is_set() for each in clients[-200:]) >= 24:
+        while sum(not each.done.is_set() for each in clients[-200:]) >= most_open:
             time.sleep(0.002)
         while True:
             try:

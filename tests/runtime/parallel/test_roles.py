@@ -19,15 +19,14 @@ IDLE = EngineLoad(0, 0, 0)
 def test_static_roles_keep_prompts_and_decodes_apart() -> None:
     roles = StaticRoles(2, 4)
     loads = [EngineLoad(100, 0, 0), EngineLoad(10, 0, 0), EngineLoad(0, 5, 500), EngineLoad(0, 1, 900)]
-    costs = roles.prompt_costs(loads, np.array([5, 50, 0, 0]))
-    assert costs.tolist() == [105.0, 60.0, np.inf, np.inf]
+    assert roles.prompt_costs(loads, [5, 50, 0, 0]) == [105.0, 60.0, np.inf, np.inf]
     assert roles.decode_engine(loads, 1) == 2  # fewer tokens of context
 
 
 def test_engines_that_are_not_ready_leave_their_work_to_the_others() -> None:
     roles = StaticRoles(1, 3)
     gone = EngineLoad(0, 0, 0, is_ready=False)
-    assert roles.prompt_costs([gone, IDLE, IDLE], np.array([9, 9, 8])).tolist() == [np.inf, 9.0, 8.0]
+    assert roles.prompt_costs([gone, IDLE, IDLE], [9, 9, 8]) == [np.inf, 9.0, 8.0]
     assert roles.decode_engine([IDLE, gone, gone], 0) == 0
     assert roles.decode_engine([IDLE, gone, IDLE], 0) == 2
 
@@ -215,7 +214,7 @@ def test_times_that_are_learned_later_choose_the_same_roles() -> None:
     assert (roles.num_prefill, roles.limit_s, roles.budgets) == (0, 0.0, [2048] * 4)
     loads = [EngineLoad(0, 90, 9000), EngineLoad(700, 1, 1000), IDLE, IDLE]
     assert [roles.decode_engine(loads, engine) for engine in range(4)] == [0, 1, 2, 3]
-    assert np.argmin(roles.prompt_costs(loads[:2], np.array([500, 500]))) == 1  # by tokens left, of prompts and answers
+    assert np.argmin(roles.prompt_costs(loads[:2], [500, 500])) == 1  # by tokens left, of prompts and answers
     for _ in range(1000):
         roles.ended(1000, 1000, 200, OpenAnswers(0, 0))
     roles.learn(weights_first)
@@ -226,7 +225,7 @@ def test_times_that_are_learned_later_choose_the_same_roles() -> None:
 def test_a_prompt_goes_where_its_first_token_comes_first() -> None:
     roles = learned(3, 0.05)
     loads = [EngineLoad(5000, 0, 0), EngineLoad(1000, 200, 220_000), EngineLoad(1000, 0, 0)]
-    costs = roles.prompt_costs(loads, np.array([100, 1000, 1000]))
+    costs = roles.prompt_costs(loads, [100, 1000, 1000])
     assert costs[2] < costs[1] < costs[0]  # decodes take time of each step
     gone = [load._replace(is_ready=False) for load in loads[2:]]
-    assert np.isinf(roles.prompt_costs([*loads[:2], *gone], np.array([1, 1, 1]))[2])
+    assert np.isinf(roles.prompt_costs([*loads[:2], *gone], [1, 1, 1])[2])

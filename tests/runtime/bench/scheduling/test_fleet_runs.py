@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError
@@ -200,8 +199,8 @@ class Limited(AutoRoles):
 class Stays:
     """Every engine does both."""
 
-    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.array([load.num_prompt + 10 * load.num_decodes for load in loads], np.float64)
+    def prompt_costs(self, loads: Sequence[EngineLoad], num_new: Sequence[int]) -> list[float]:
+        return [load.num_prompt + 10.0 * load.num_decodes for load in loads]
 
     def decode_engine(self, loads: Sequence[EngineLoad], engine: int) -> int:
         return engine

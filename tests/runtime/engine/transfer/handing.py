@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import Begun, EngineOutput, EngineRequest, Source, TransferSettings
 from runtime.engine.transfer.joining import join_others
+from runtime.engine.transfer.transport import Transport
 
 SECRET = b"k" * 32
 
@@ -35,8 +37,22 @@ def joined_engine(
         engine.close()
 
 
-def leased(request: EngineRequest, scheme: str) -> EngineRequest:
-    return msgspec.structs.replace(request, lease=f"{scheme}:{secrets.token_hex(32)}")
+def leased(request: EngineRequest, scheme: str, *, may_relay: bool = False) -> EngineRequest:
+    return msgspec.structs.replace(request, lease=f"{scheme}:{secrets.token_hex(32)}", may_relay=may_relay)
+
+
+class Late:
+    """A transport that finds late, by chance, that pages were sent: nobody pulls them during a relay here."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self._chance, self.num_asked = transport, random.Random(1), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def has_sent(self, lease: str) -> bool:
+        self.num_asked += 1
+        return self._chance.random() < 0.3
 
 
 def continued(request: EngineRequest, outputs: Sequence[EngineOutput], address: str | None) -> EngineRequest:
@@ -79,17 +95,23 @@ def address_of(engine: Engine, scheme: str) -> str:
 
 
 def handed_over(
-    first: Engine, second: Engine, requests: Sequence[EngineRequest], scheme: str
+    first: Engine, second: Engine, requests: Sequence[EngineRequest], scheme: str, every: int = 2
 ) -> dict[str, list[EngineOutput]]:
-    """The outputs of requests that the second engine continues."""
-    asked = [leased(each, scheme) for each in requests]
-    begun = run(first, asked)
+    """The outputs of requests that the second engine continues. Each ``every``-th is relayed, if it has one choice."""
+    assert first.hand_overs is not None
+    late = first.hand_overs.transports[scheme] = Late(first.hand_overs.transports[scheme])
+    asked = [leased(each, scheme, may_relay=number % every == every - 1) for number, each in enumerate(requests)]
+    begun = run(first, [each for each in asked if not each.may_relay])
+    for each in asked:
+        if each.may_relay:
+            begun |= run(first, [each])
+    assert late.num_asked > 0 or len(requests) < 2 * every
+    first.hand_overs.transports[scheme] = late.transport
     rest = [
         continued(each, begun[each.request_id], address_of(first, scheme))
         for each in asked
         if any(output.is_handed_over for output in begun[each.request_id])
     ]
-    assert first.hand_overs is not None
     for each in asked:  # as a fleet does with the pages of those that have ended
         if each.request_id not in {other.request_id for other in rest}:
             first.hand_overs.drop(each.lease)

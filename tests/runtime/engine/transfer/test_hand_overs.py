@@ -67,9 +67,9 @@ def test_the_answer_is_that_of_one_engine(
 
 
 @pytest.mark.parametrize("case", ["full", "windows", "states"])
-@pytest.mark.parametrize("length", [5, 16, 61, 64])
+@pytest.mark.parametrize(("length", "is_relayed"), [(5, False), (16, False), (61, False), (64, False), (61, True)])
 def test_nothing_of_the_prompt_is_computed_again(
-    case: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, length: int, is_relayed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(State, "most_pages", lambda *_: 8)
     model, own = write_case(tmp_path / "model", case)
@@ -83,12 +83,16 @@ def test_nothing_of_the_prompt_is_computed_again(
         joined_engine(model, **settings, max_num_batched_tokens=16) as first,
         joined_engine(model, **settings) as second,
     ):
-        outputs = handed_over(first, second, [asked], "unix")["x"]
-        assert [len(each.new_token_ids) for each in outputs] == [1] * 9
+        outputs = handed_over(first, second, [asked], "unix", every=1 if is_relayed else 2)["x"]
+        counts = [len(each.new_token_ids) for each in outputs]
+        num_here = counts.index(0) if is_relayed else 1
+        assert counts == [1] * num_here + [0] * is_relayed + [1] * (9 - num_here)
+        assert num_here >= 2 or not is_relayed
         stored = second.scheduler.stored
         assert stored is not None
-        assert stored.num_restored == length
-        assert second.stats().iteration_tokens == 8
+        num_pages = length + num_here - 1 if case != "states" else length  # a state after the prompt alone is kept
+        assert stored.num_restored == num_pages
+        assert second.stats().iteration_tokens == length + 9 - 1 - num_pages
 
 
 def reserve(engine: Engine, request: EngineRequest, address: str) -> None:

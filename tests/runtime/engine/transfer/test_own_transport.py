@@ -68,6 +68,9 @@ class FolderTransport:
         self.num_pulls += 1
         ended(None)
 
+    def has_sent(self, lease: str) -> bool:
+        return True
+
     def drop(self, lease: str) -> None:
         offer = self._folder / lease
         if offer.exists():
@@ -96,7 +99,7 @@ def with_folder(engine: Engine, folder: Path) -> FolderTransport:
 
 
 @pytest.mark.parametrize("case", ["full", "windows", "states"])
-def test_five_functions_suffice(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_functions_suffice(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "most_pages", lambda *_: 8)
     model, own = write_case(tmp_path / "model", case)
     settings: dict[str, Any] = {**SETTINGS, **own, "num_blocks": 200}
