@@ -1,7 +1,7 @@
 """int8 weights in whole models, against the same models with their weights rounded to int8's grid by numpy.
 
-What is left to differ is the rounding of activations, by half a 127th of the largest in each group. Where numpy rounds
-them, too, nothing is left.
+What is left to differ is the rounding of activations, by up to half a 64th of the largest in each group. Where numpy
+rounds them, too, nothing is left.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from runtime.tensor.tensor import Tensor
 from tests.models.driver import Array, logits_of, relative_error
 from tests.models.folders import Golden, golden_tensors, load_golden, write_model, write_safetensors
 from tests.models.products import products_by
+from tests.oracles import int8
 
-GROUP = 64  # elements of a row of activations that share a scale
 CASES = (  # tied or not, with biases or not, stored [outputs, inputs] or GPT-2's way, depths that are no whole groups
     "gpt2_gelu_new",
     "gpt2_gelu_erf",
@@ -59,8 +59,8 @@ def rounded_model(folder: Path, golden: Golden) -> Model:
 
 def dynamic_quantisation(x: Tensor) -> Tensor:
     """Activations `[T, K]` on the grid that a product with int8 weights puts them on."""
-    groups = [x.array[:, start : start + GROUP] for start in range(0, x.shape[1], GROUP)]
-    return Tensor.from_numpy(np.concatenate([on_the_grid(group, 1) for group in groups], 1))
+    groups = [integers * scales[:, None] for integers, scales, _ in int8.groups(x.array)]
+    return Tensor.from_numpy(np.concatenate(groups, 1).astype(np.float32))
 
 
 def both_ways(model: Model, golden: Golden) -> list[Array]:
@@ -76,7 +76,7 @@ def test_equals_the_model_whose_weights_lie_on_the_grid(tmp_path: Path, case: st
     assert (quantised.quantization, quantised.dtype) == ("int8", float32)
     rounded = rounded_model(tmp_path / "grid", golden)
     for ours, theirs in zip(both_ways(quantised, golden), both_ways(rounded, golden), strict=True):
-        assert relative_error(ours, theirs) <= 3e-2  # of the largest logit
+        assert relative_error(ours, theirs) <= 3.5e-2  # of the largest logit
 
 
 @pytest.mark.parametrize("case", CASES)

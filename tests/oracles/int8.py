@@ -28,11 +28,22 @@ def weight(rows):
     return integers, scales[:, 0]
 
 
+def power_scales(largest):
+    """The least powers of two by which these magnitudes are at most 127; the least normal one below; NaN for numbers
+    that float32 cannot round so."""
+    with np.errstate(all="ignore"):
+        powers = np.exp2(np.ceil(np.log2(np.asarray(largest, np.float64) / 127)))
+    return np.where(largest <= 127 * 2.0**104, np.maximum(powers, 2.0**-126), np.nan)
+
+
 def groups(x):
     """(integers ``[T, up to GROUP]``, scales ``[T]``, its first element of K) of each group of ``x [T, K]``."""
     for first in range(0, x.shape[1], GROUP):
-        integers, scales = _rounded(x[:, first : first + GROUP], 1)
-        yield integers, scales[:, 0], first
+        values = x[:, first : first + GROUP].astype(np.float64)
+        scales = power_scales(np.abs(values).max(1, initial=0.0))
+        with np.errstate(invalid="ignore"):
+            integers = np.rint(values / scales[:, None])
+        yield np.where(np.isnan(integers), 0.0, integers), scales, first
 
 
 def linear(x, rows, bias=None, residual=None):

@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 
 from numba_kernels.blocks import X_GROUP
 from numba_kernels.cpu.gemm.block_tile import X_WORDS, start_of
+from numba_kernels.cpu.gemm.int8_tile import add_scaled
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.gemm.unpacked_blocks import block_of, table_of, unpacked_words, words_of_group
 from numba_kernels.cpu.intrinsics import simd
@@ -329,7 +330,7 @@ class _Int8Tile(_IntegerTile):
             for whole_at, sum_at in self.places(row.index):
                 whole = builder.add(simd.load(builder, whole_at, _WORDS, 4), start)
                 total = simd.load(builder, sum_at, _FLOATS, 4)
-                simd.store(builder, simd.fma(builder, scale, builder.sitofp(whole, _FLOATS), total), sum_at)
+                simd.store(builder, add_scaled(builder, total, whole, scale), sum_at)
 
 
 class _BlockTile(_IntegerTile):

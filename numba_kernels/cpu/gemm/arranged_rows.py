@@ -13,8 +13,11 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
 AMX's tiles (`amx_tile`) read rows: words of blocks lie row by row within a group, too, and pairs row by row for all of
 K, `pair_row_words` apart.
 
-int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
-rows); one with NaN or infinity has a scale that is not finite, and such products.
+int8: the scale of a group is the least power of two by which its largest magnitude is at most 127
+(https://arxiv.org/abs/2208.07339, by groups instead of rows). With words of bytes, integer sums begin as the bits of
+1.5 * 2^23 times the scale, and that number stands in the scale's place: the sum of integers is then a float with the
+scaled sum in its low bits, and a difference scales it. One with NaN, infinity or a number that float32 cannot round so
+has a scale that is not finite, and such products.
 """
 
 from __future__ import annotations
@@ -34,15 +37,14 @@ from numba_kernels.cpu.gemm.packed_words import (
     arrange_group,
     arrange_words,
     block_on_stack,
-    find_scales,
+    find_adders,
     groups_on_stack,
-    inverse_of,
     largest_bits,
+    power_of,
     quantize_block,
     quantize_blocks,
     quantize_words,
     round_pairs,
-    scale_of,
     split_pairs,
 )
 from numba_kernels.cpu.gemm.unpacked_blocks import unpacked_x_words
@@ -167,9 +169,9 @@ def _arrange_groups_of_pairs(x, stride, depth, rows, target):
         scales, starts = float32_at(after, rows), int32_at(after + rows * 4, rows)
         for row in range(rows):
             source = x + (row * stride + element) * 4
-            bits = largest_bits(np.float32, source, count)
-            total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads)
-            starts[row], scales[row] = np.int32(-ZERO_POINT) * total, scale_of(bits)
+            scale = power_of(largest_bits(np.float32, source, count))
+            total = quantize_words(np.float32, source, count, np.float32(1) / scale, np.int32(0), quads)
+            starts[row], scales[row] = np.int32(-ZERO_POINT) * total, scale
             evens = target + row * DOT_WORDS * 4
             split_pairs(quads, evens, evens + GROUP_WORDS * 4)
         target += GROUP_ROW_WORDS * rows * 4
@@ -177,22 +179,21 @@ def _arrange_groups_of_pairs(x, stride, depth, rows, target):
 
 @njit(nogil=True)
 def _arrange_groups_of_bytes(x, stride, depth, rows, target):
-    """`arrange_groups` as words of four bytes. The scales of LANES groups are found before the first one is rounded, so
-    that no rounding waits for its scale's division."""
-    rest, inverses = groups_on_stack(), block_on_stack()
-    line, group_bytes, row_stride = LANES * 4, GROUP_ROW_WORDS * rows * 4, stride * 4
+    """`arrange_groups` as words of four bytes. The numbers that round LANES groups are found before the first one is
+    rounded, so that no rounding waits for its own."""
+    rest = groups_on_stack()
+    group_bytes, row_stride = GROUP_ROW_WORDS * rows * 4, stride * 4
     whole = depth // GROUP
     for first in range(0, rows, LANES // 2):
         some, source = min(LANES // 2, rows - first), x + first * row_stride
-        words, scales = target + first * GROUP_WORDS * 4, target + (GROUP_WORDS * rows + first) * 4
+        words, adders = target + first * GROUP_WORDS * 4, target + (GROUP_WORDS * rows + first) * 4
         for begin in range(0, whole, LANES):
             end = min(whole, begin + LANES)
             for group in range(begin, end):
-                at, inverse = source + group * GROUP * 4, inverses + (group - begin) * line
-                find_scales(at, row_stride, some, scales + group * group_bytes, inverse)
+                find_adders(source + group * GROUP * 4, row_stride, some, adders + group * group_bytes)
             for group in range(begin, end):
-                at, inverse, moved = source + group * GROUP * 4, inverses + (group - begin) * line, group * group_bytes
-                arrange_group(at, row_stride, some, words + moved, inverse, scales + rows * 4 + moved)
+                at, moved = source + group * GROUP * 4, group * group_bytes
+                arrange_group(at, row_stride, some, words + moved, adders + moved, adders + rows * 4 + moved)
         count = depth - whole * GROUP
         if count:
             for row in range(some):
@@ -200,8 +201,8 @@ def _arrange_groups_of_bytes(x, stride, depth, rows, target):
                 values[:] = np.float32(0)
                 values[:count] = float32_at(source + row * row_stride + whole * GROUP * 4, count)
             moved = whole * group_bytes
-            find_scales(rest, GROUP * 4, some, scales + moved, inverses)
-            arrange_group(rest, GROUP * 4, some, words + moved, inverses, scales + rows * 4 + moved)
+            find_adders(rest, GROUP * 4, some, adders + moved)
+            arrange_group(rest, GROUP * 4, some, words + moved, adders + moved, adders + rows * 4 + moved)
 
 
 arrange_groups = _arrange_groups_of_pairs if _HAS_PAIRS else _arrange_groups_of_bytes

@@ -2,7 +2,8 @@
 
 Weights are unsigned bytes, with ZERO_POINT added, since vpdpbusd, the one instruction that multiplies four pairs of
 bytes and adds them up, takes one side unsigned. The excess, ZERO_POINT times the sum of a group of x, does not depend
-on the column: the integer sums begin at minus this.
+on the column: the integer sums begin at minus this. Scales are powers of two (`arranged_rows`), so that a sum is scaled
+without a product, which would share its units with vpdpbusd.
 
 Layouts for processors without that instruction multiply pairs of int16 (vpmaddwd, exact, unlike vpmaddubsw, which
 saturates): a word of four bytes is split into bytes 0 and 2 and bytes 1 and 3, and so are the activations when they are
@@ -62,9 +63,9 @@ class Int8Sums:
         for r in range(self.height):
             scale = simd.splat(builder, simd.load(builder, after_words(r, DOT_WORDS), F32, 4))
             for v in range(self.vectors):
-                total = builder.sitofp(builder.load(self.whole[r, v]), simd.vector(F32))
                 register = self.registers[r, v]
-                builder.store(simd.fma(builder, scale, total, builder.load(register)), register)
+                total = builder.load(register)
+                builder.store(add_scaled(builder, total, builder.load(self.whole[r, v]), scale), register)
 
     def _add_word(self, builder, x_at, weight_places):
         def weight(v):
@@ -92,6 +93,14 @@ class Int8Sums:
                 column = weight(v)
                 for (r, index), row in values.items():
                     add(r, v, column, row, index)
+
+
+def add_scaled(builder, total, whole, scale):
+    """``total`` and the integer sums, scaled and rounded once."""
+    if DOT != "bytes":
+        return simd.fma(builder, scale, builder.sitofp(whole, simd.vector(F32)), total)
+    product = builder.fsub(builder.bitcast(whole, simd.vector(F32)), scale)  # exact
+    return builder.fadd(product, total)
 
 
 def _parts_of_weights(builder, words):

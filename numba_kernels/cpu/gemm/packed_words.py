@@ -23,6 +23,8 @@ _SMALLEST = 1e-30  # a group, or a row of a weight, with no larger magnitude cou
 _SMALLEST_OF_POWERS = 2.0**-94  # the same where scales are powers of two: products of scales stay normal numbers
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest even integer, which is left in the low bits
 _MAGIC_BITS = 0x4B400000
+_LARGEST_ROUNDED_BITS = 0x76FE0000  # 127 * 2^104: 1.5 * 2^23 times its power of two is the last finite one
+_NAN_BITS = 0x7FC00000
 _WORDS = simd.vector(I32)
 
 
@@ -267,40 +269,59 @@ def quantize_words(builder, stored, source, count, inverse, added, target):
     return simd.fold(builder, total, builder.add)
 
 
-@emitted(types.void, *[types.intp] * 5)
-def find_scales(builder, source, source_stride, num_rows, scales, inverses):
-    """The scales of GROUP floats of each of at most LANES / 2 rows, ``source_stride`` bytes apart, and their factors
-    before rounding, `inverse_of`."""
+def _powers(builder, largest):
+    """By largest magnitudes, a float or a vector: the bits of the least power of two by which they are at most 127, the
+    bits of 1.5 * 2^23 times it, which rounds to its multiples when it is added, and whether float32 can round so; the
+    latter bits are NaN's if not."""
+    is_vector = isinstance(largest.type, ir.VectorType)
+    bits = builder.bitcast(largest, simd.vector(I32, largest.type.count) if is_vector else I32)
+    number = functools.partial(simd.constant_like, bits)
+    above = builder.add(bits, number(0x7FFFFF - 0x7E0000))  # the next power of two, above 127 / 64
+    power = builder.sub(builder.and_(above, number(0x7F800000)), number(6 << 23))
+    power = _larger(builder, power, number(1 << 23))  # a normal number
+    adder = builder.add(power, number(_MAGIC_BITS - (127 << 23)))
+    fits = builder.icmp_signed("<=", bits, number(_LARGEST_ROUNDED_BITS))
+    return power, builder.select(fits, adder, number(_NAN_BITS)), fits
+
+
+@emitted(types.float32, types.int32)
+def power_of(builder, bits):
+    """The power of two that 1 stands for in a group whose largest magnitude has these bits; NaN if that is too
+    large."""
+    power, _, fits = _powers(builder, builder.bitcast(bits, F32))
+    return builder.bitcast(builder.select(fits, power, ir.Constant(I32, _NAN_BITS)), F32)
+
+
+@emitted(types.void, *[types.intp] * 4)
+def find_adders(builder, source, source_stride, num_rows, adders):
+    """The numbers that round GROUP floats of each of at most LANES / 2 rows, ``source_stride`` bytes apart, to
+    multiples of their power of two (`_powers`)."""
 
     def emit(height):
         rows, lanes = _rows(builder, source, source_stride, height, GROUP), _lanes_of(height)
-        largest = _largest_of_rows(builder, rows, lanes)
-        scale = builder.fdiv(largest, simd.constant_like(largest, 127.0))
-        _store_each(builder, builder.bitcast(scale, simd.vector(I32, lanes)), height, scales)
-        simd.store(builder, _inverse(builder, largest), inverses)
+        _store_each(builder, _powers(builder, _largest_of_rows(builder, rows, lanes))[1], height, adders)
 
     simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
 
 
 @emitted(types.void, *[types.intp] * 6)
-def arrange_group(builder, source, source_stride, num_rows, words, inverses, starts):
-    """The same floats as int8 by those factors: a row's GROUP_WORDS words after the other's, and where integer sums
-    begin."""
+def arrange_group(builder, source, source_stride, num_rows, words, adders, starts):
+    """The same floats as int8 by those numbers: a row's GROUP_WORDS words after the other's, and the bits where integer
+    sums begin: that number's, and -ZERO_POINT times the row's sum."""
 
     def emit(height):
-        sums, magic = [], simd.splat_constant(F32, _MAGIC)
+        sums, lanes = [], _lanes_of(height)
         for r, row in enumerate(_rows(builder, source, source_stride, height, GROUP)):
-            inverse = simd.splat(builder, simd.load(builder, simd.offset(builder, inverses, r * 4), F32, 4))
-            # Rounded, plus a number without low bits. NaN and infinity leave anything: their scale is not finite.
-            moved = [builder.fadd(builder.fmul(values, inverse), magic) for values in row]
-            bits = [builder.bitcast(values, _WORDS) for values in moved]
+            adder = simd.splat(builder, simd.load(builder, simd.offset(builder, adders, r * 4), F32, 4))
+            # The multiple is left in the low bits. NaN leaves anything: the number is NaN, too.
+            bits = [builder.bitcast(builder.fadd(values, adder), _WORDS) for values in row]
             sums.append(functools.reduce(builder.add, bits))
             simd.store(builder, _low_bytes(builder, bits), simd.offset(builder, words, r * GROUP_WORDS * 4))
-        lanes = _lanes_of(height)
         total = simd.first_lanes(builder, simd.fold_rows(builder, sums, builder.add), lanes)
-        total = builder.sub(total, simd.splat_constant(I32, GROUP * _MAGIC_BITS & 0xFFFFFFFF, lanes))
+        adder = _load_each(builder, height, adders)
+        total = builder.sub(total, builder.mul(adder, simd.splat_constant(I32, GROUP, lanes)))
         start = builder.mul(total, simd.splat_constant(I32, -ZERO_POINT, lanes))
-        _store_each(builder, start, height, starts)
+        _store_each(builder, builder.add(start, adder), height, starts)
 
     simd.for_each_of(builder, num_rows, range(1, LANES // 2 + 1), emit)
 
@@ -333,6 +354,15 @@ def _store_each(builder, value, height, address):
     else:
         is_row = ir.Constant(simd.vector(simd.I1, lanes), [lane < height for lane in range(lanes)])
         simd.masked_store(builder, value, address, is_row)
+
+
+def _load_each(builder, height, address):
+    """The words of so many rows, in `_lanes_of` them."""
+    lanes = _lanes_of(height)
+    if lanes == height:
+        return simd.load(builder, address, simd.vector(I32, lanes), 4)
+    is_row = ir.Constant(simd.vector(simd.I1, lanes), [lane < height for lane in range(lanes)])
+    return simd.masked_load(builder, address, is_row, I32)
 
 
 def _low_bytes(builder, vectors):

@@ -6,7 +6,7 @@ float16 (numba has neither type). Addresses are integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
@@ -185,6 +185,20 @@ def first_lanes(builder: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
     """The first ``count`` lanes as a vector."""
     order = ir.Constant(vector(I32, count), list(range(count)))
     return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
+
+
+def look_up(builder: ir.IRBuilder, indices: ir.Value, values: Sequence[float]) -> ir.Value:
+    """The one of 2 LANES floats that the low bits of each lane of ``indices``, of any type, number."""
+    kind, words = vector(F32), builder.bitcast(indices, vector(I32))
+    if compiled_for("avx512f"):
+        low, high = (ir.Constant(kind, list(values[first : first + LANES])) for first in (0, LANES))
+        return call(builder, "llvm.x86.avx512.vpermi2var.ps.512", kind, [low, words, high])
+    words = builder.and_(words, splat_constant(I32, 2 * LANES - 1))
+    found = splat_constant(F32, values[0])
+    for index, value in enumerate(values[1:], 1):
+        is_it = builder.icmp_unsigned("==", words, splat_constant(I32, index))
+        found = builder.select(is_it, splat_constant(F32, value), found)
+    return found
 
 
 _EXP_LOWEST = -87.33654  # ln of the smallest normal float32: below, exp is 0
