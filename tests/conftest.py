@@ -110,10 +110,17 @@ def kernels_are_fit_for_hardware() -> Iterator[None]:
         _loaded.clear()
         assert [words for each, arch in loaded for words in examine_text(each, arch, cache)] == []
         for each, arch in loaded:
-            if (key := (each.kernel.py_func.__code__, arch)) not in _assembled:
+            if (key := (_code_of(each), arch)) not in _assembled:
                 _assembled.add(key)
                 facts += examine(each, (arch,), cache, nvdisasm)
         assert offenders(facts, []) == []
+
+
+def _code_of(specialisation: Specialisation) -> tuple[object, ...]:
+    """A kernel's code and that of the functions given to its factory, such as those of `riding.adapted_kernel`."""
+    function = specialisation.kernel.py_func
+    given = [getattr(cell.cell_contents, "py_func", None) for cell in function.__closure__ or ()]
+    return function.__code__, *(each.__code__ for each in given if each is not None)
 
 
 def _has_compiler() -> bool:

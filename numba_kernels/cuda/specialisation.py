@@ -78,6 +78,7 @@ class Launch:
         maps: (number of an argument of type `TENSOR_MAP`, layout): `Gpu.launch` takes the tensor's address there and
             makes the map. Arguments of that type which are not named here are given as maps.
         num_shrinking: blocks, first of the grid, that compute low-rank sums of adapters (`adapters.riding`).
+        team_warps: the warps of a team, if the block's last warp expands such sums.
     """
 
     specialisation: Specialisation
@@ -89,6 +90,7 @@ class Launch:
     starts_late: bool = False
     maps: tuple[tuple[int, TensorMapLayout], ...] = ()
     num_shrinking: int = 0
+    team_warps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

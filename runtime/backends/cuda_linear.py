@@ -135,15 +135,15 @@ def _riding(
     """The arguments of low-rank sums (`numba_kernels.cuda.adapters.riding`), and the memory that they need."""
     if low_rank is None:
         return (), None
-    num_shrinking = 0 if planned.launch is None else planned.launch.num_shrinking
-    assert num_shrinking, "`takes_low_rank` does not hold"
+    launch: Any = planned.launch
+    assert launch.num_shrinking, "`takes_low_rank` does not hold"
     slots, rows = low_rank.slots, low_rank.x.shape[0]
     num_slots, _, ranks = slots.up.shape
     between = Tensor.new((rows, ranks + 1), float32, low_rank.x.device)
     return (
         low_rank.x.address, low_rank.adapters.address, slots.down.table_address, slots.up.table_address,
         slots.ranges.address, 0 if norm is None else norm.weight.address, between.address, zeros(gpu, 2), ranks,
-        num_slots, slots.ranges.shape[1], num_shrinking,
+        num_slots, slots.ranges.shape[1], launch.num_shrinking, launch.team_warps,
     ), between  # fmt: skip
 
 

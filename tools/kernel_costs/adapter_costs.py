@@ -6,12 +6,12 @@ A map's adapters ride on its product's launch (`numba_kernels.cuda.adapters`), s
 add to each product
 
 - their own bytes, `down` and `up` of each adapter in the batch;
-- the end of a block: reads that wait for each other (the counter, the order of rows, the adapter's numbers), together
-  as long as one of device memory under load, and the instructions that expand. Blocks of packed weights that run one
-  after another have an end each; those of 16-bit weights end while others stream;
-- what shrinking takes beyond the product's time, and, where not all blocks run at once, the time of the multiprocessors
-  that shrink. Its reads wait for each other (the adapter, its address, rows of `down`, the counter), each as long as
-  one of device memory under load;
+- for many rows the end of a block: reads that wait for each other, together as long as one of device memory under load,
+  and the instructions that expand. Blocks of packed weights that run one after another have an end each; those of
+  16-bit weights end while others stream. For one row another warp expands meanwhile (its instructions are not counted);
+- what shrinking (and expanding for one row) takes beyond the product's time, and, where not all blocks run at once, the
+  time of the multiprocessors that shrink. Reads wait for each other, each as long as one of device memory under load:
+  the adapter, its address (for one row an early read), rows of `down`, the counter, and for one row `between`;
 - another tier of the product where the usual one takes no adapters.
 
 The base of one sequence is `latencies`'; that of more is the tiers' models and a boundary a launch, without attention's
@@ -41,8 +41,7 @@ WEIGHTS = {"bf16": ("bf16", 0), "int4": ("u4_g32", 1), "fp8": ("e4m3", 2)}
 """How a weight is stored, and its step of one sequence in `STEPS`."""
 SKINNY_ENDS_S = 4.5e-6
 """A launch of `skinny` and its ends, which its model of packed weights counts (`skinny_shape`)."""
-CHAIN = 4
-"""Reads of a block that shrinks which wait for each other, besides those of further parts of K."""
+CHAIN = 4  # reads which wait for each other, besides those of further parts of K
 EXPANDING = 170
 """Instructions with which a warp expands its share of a part, as the emulator counts them (without moves)."""
 
@@ -83,7 +82,7 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         tiers_s += max(0.0, own_s - usual_s)
         bytes_s += own_bytes / READ_BYTES
         beside = MULTIPROCESSORS * (2 if launch.specialisation.min_blocks > 1 else 1)
-        rounds = 1 if weights == "bf16" else -(-launch.grid[0] // beside)
+        rounds = 0 if launch.team_warps else 1 if weights == "bf16" else -(-launch.grid[0] // beside)
         expanding_s, has_ends = 0.0, tier == "skinny" and weights != "bf16"
         if tier == "skinny":
             expanding_s = launch.block[1] * launch.block[2] * EXPANDING * (2 if gate else 1) / ISSUES_A_SECOND
@@ -119,7 +118,7 @@ def _seconds(product: Product, machine: Machine, tier: str) -> float:
 
 
 def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> float:
-    """How long the block that shrinks most takes."""
+    """How long the block that shrinks most takes, and for one row the warps that wait for it."""
     is_tiled = launch.specialisation.name.startswith("gemm_skinny")
     rows = tiles.GROUP if is_tiled else riding.rows_at_once(product.m)
     share = -(-product.m // adapters)
@@ -128,7 +127,8 @@ def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> f
     warps = launch.block[1] * launch.block[2]
     elements = 32 * tiles.steps_in_flight(-(-product.m // 16)) if is_tiled else 32 * 8 * (2 if rows == 1 else 1)
     rounds = -(-product.k // (warps * elements))
-    return (CHAIN + -(-items // launch.num_shrinking) * rounds - 1) * LATENCY_S
+    turns = -(-items // launch.num_shrinking)
+    return (CHAIN + turns * rounds - 1 + (0 if is_tiled else turns - 1)) * LATENCY_S  # a further turn needs an address
 
 
 def costs() -> Iterator[Cost]:

@@ -1,13 +1,18 @@
 """Low-rank sums of adapters that ride on a product's launch: ``y[t] += up[a] (down[a] x[t]) + bias[a]``.
 
 The launch gets more blocks, in front, which *shrink*: each computes numbers of ``between [m, R]``, float32, and then
-counts itself. The other blocks multiply, wait until all of these have counted, and *expand*: the lane that has an
-output's sum adds its low-rank sum, before a gate, a bias or a residual. A GPU starts blocks in the order of the grid,
-so all that shrink have started before one waits for them, and they wait for the previous grid alone. The last block of
-the grid sets the counters back to zero for the next launch.
+counts itself. The other blocks multiply, and *expand* when all of these have counted: an output's low-rank sum is added
+to its sum before a gate, a bias or a residual. A GPU starts blocks in the order of the grid, so all that shrink have
+started before one waits for them, and they wait for the previous grid alone. The last block of the grid sets the
+counters back to zero for the next launch.
 
 A block that shrinks takes up to `rows` rows of one adapter and RANKS ranks at a time, so that it reads x and ``down``
 once for several numbers; its warps share K. Where more rows and ranks are wanted than blocks, it takes several in turn.
+Slots' addresses come before the previous grid has ended.
+
+Kernels with rings, of one row and two, have one warp more, the last, which expands a tile while the others multiply it
+(`expanding_warp`): waiting for blocks that shrink, and for `between`, takes no time of theirs. In other kernels the
+lane that has an output's sum expands.
 
 A number of ``between`` is added up in an order of K alone, an output's sum in that of ranks: a row has the same bits
 beside any others. Slots are those of `experts.low_rank`. Products of more rows shrink and expand by `tiles`.
@@ -34,10 +39,10 @@ MAX_ROWS = 32  # a lane each
 RINGS_ON = "sm_90a"  # where kernels with rings take adapters; elsewhere they have too few registers
 RANKS = 4  # of a block at a time: a divisor of `experts.low_rank.RANKS_MULTIPLE`
 _MOST_ROWS_AT_ONCE = 4
-_MOST_BLOCKS = 64
+_MOST_BLOCKS, _MOST_TURNS = 64, 4
 _WIDTH = 8
 
-ARGUMENT_TYPES = (types.uint64,) * 8 + (types.uint32,) * 4
+ARGUMENT_TYPES = (types.uint64,) * 8 + (types.uint32,) * 5
 """After those of the product: the rows [m, K] before any rounding or reordering; adapters int32 [m]; the addresses of
 each slot's down [R, K], and in ``ups [2, S]`` of its up [N, R] and bias float32 [N] or 0; ``ranges [S, blocks + 1, 2]``
 uint32, of which a slot's last entry begins with 1 if it has a bias; the weights of the norm float32 [K], or 0; between,
@@ -54,14 +59,24 @@ def rows_at_once(rows: int) -> int:
     return next(count for count in (1, 2, _MOST_ROWS_AT_ONCE) if count >= min(rows, _MOST_ROWS_AT_ONCE))
 
 
-def shared_bytes(warps: int, rows: int) -> int:
-    """Static shared memory of `shrinker`."""
-    return warps * rows * (RANKS + 1) * 4
+def shared_bytes(warps: int, rows: int, sums: int = 0) -> int:
+    """Static shared memory of `shrinker`, and of a tile's expanded sums and the next one's."""
+    return (warps * rows * (RANKS + 1) + 2 * sums) * 4
 
 
-def shrinking_blocks(rows: int, ranks: int, cluster: int = 1) -> int:
-    """The blocks that shrink so many rows, for all ranks of a slot: whole clusters."""
-    return -(-min(rows * -(-ranks // RANKS), _MOST_BLOCKS) // cluster) * cluster
+def shrinking_blocks(rows: int, ranks: int, idle: int = _MOST_BLOCKS) -> int:
+    """The blocks that shrink so many rows, for all ranks of a slot: no more than are `idle`, unless each would take
+    more than a few rows and ranks in turn."""
+    most = min(rows * -(-ranks // RANKS), _MOST_BLOCKS)
+    return min(most, max(idle, -(-most // _MOST_TURNS)))
+
+
+def shared_blocks(tiles: int, at_once: int, rows: int, ranks: int) -> tuple[int, int]:
+    """(blocks that multiply so many tiles in turn, blocks that shrink): together `at_once`, so that neighbours in the
+    stream fit beside them, if the tiles take no more turns then."""
+    least = -(-tiles // -(-tiles // at_once))
+    shrinking = shrinking_blocks(rows, ranks, at_once - least)
+    return max(least, min(tiles, at_once - shrinking)), shrinking
 
 
 @device_function
@@ -74,6 +89,18 @@ def is_adapted(slot, rank, ranges, num_ranges):
         entry += uint64(8)
         index = uint32(index + uint32(1))
     return found
+
+
+@device_function
+def ranks_of(slot, item, quads, row_bytes, riding):
+    """Whether a slot has the ranks of an item of `shrinker`, and the two halves of their address in ``down``."""
+    _, _, downs, _, ranges, _, _, _, _, num_slots, num_ranges, _, _ = riding
+    found, down = uint32(0), uint64(0)
+    if slot < num_slots:
+        rank = uint32(uint32(item - divide_u32(item, quads) * quads) * uint32(RANKS))
+        down = memory.load_b64(downs + uint64(slot) * uint64(8)) + uint64(rank) * row_bytes
+        found = is_adapted(slot, rank, ranges, num_ranges)
+    return found, uint32(down), uint32(down >> uint64(32))
 
 
 @device_function
@@ -121,11 +148,13 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
 
     @device_function
     def shrink(block, warp, lane, m, k, eps, riding):
-        x, adapters, downs, _, ranges, norm, between, counters, ranks, num_slots, num_ranges, num_blocks = riding
+        x, adapters, _, _, _, norm, between, counters, ranks, num_slots, _, num_blocks, _ = riding
         partial = cuda.shared.array((warps, num_sums), float32)
         partial_squares = cuda.shared.array((warps, rows), float32)
         places, members = cuda.local.array(rows, uint64), cuda.local.array(rows, uint32)
         sums, squares = cuda.local.array(num_sums, float32), cuda.local.array(rows, float32)
+        quads, row_bytes = ranks // uint32(RANKS), uint64(k) * uint64(2)
+        is_there, low, high = ranks_of(lane, block, quads, row_bytes, riding)  # a lane's of a slot
         wait_for_previous_grid()
         launch_dependents()
         own, before, index = num_slots, uint32(0), uint32(0)
@@ -140,7 +169,6 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
             leads = uint32(1)
         leaders = ballot(leads)
         number = count_b32(leaders & uint32((uint32(1) << lane) - uint32(1)))
-        quads, row_bytes = ranks // uint32(RANKS), uint64(k) * uint64(2)
         item = block
         while item < count_b32(leaders) * quads:
             group = divide_u32(item, quads)
@@ -161,8 +189,11 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
                 squares[r] = float32(0)
                 for i in range(RANKS):
                     sums[r * RANKS + i] = float32(0)
-            if is_adapted(slot, rank, ranges, num_ranges) != uint32(0):
-                down = memory.load_b64(downs + uint64(slot) * uint64(8)) + uint64(rank) * row_bytes
+            if slot >= uint32(32):
+                is_there, low, high = ranks_of(slot, item, quads, row_bytes, riding)
+            is_there, low = shuffle_index_b32(is_there, slot), shuffle_index_b32(low, slot)
+            down = (uint64(shuffle_index_b32(high, slot)) << uint64(32)) | uint64(low)
+            if is_there != uint32(0):
                 position = uint32((warp * uint32(32) + lane) * uint32(_WIDTH))
                 add_products(sums, squares, places, down, position, k, row_bytes, norm)
                 exchange_16(sums, lane)
@@ -195,6 +226,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
                         memory.store_f32(between + at * uint64(4), scale_element(total, scale))
                 sync_block()
             item = uint32(item + num_blocks)
+            is_there, low, high = ranks_of(lane, item, quads, row_bytes, riding)
         sync_block()
         if warp == uint32(0) and lane == uint32(0):
             count_up(counters, uint32(1))
@@ -211,36 +243,89 @@ def wait_for_shrinking(riding):
 
 
 @functools.cache
-def expander(dtype: str) -> Any:
-    """A device function ``(row, column, riding) -> the low-rank sum``."""
+def expander(dtype: str) -> tuple[Any, Any]:
+    """Device functions ``(row, column, riding) -> aimed``, which asks for the column's numbers, before
+    `wait_for_shrinking`, and ``aimed -> the low-rank sum``, after it."""
     load = vector_loader(dtype)
 
     @device_function
-    def expand(row, column, riding):
-        _, adapters, _, ups, ranges, _, between, _, ranks, num_slots, num_ranges, _ = riding
-        slot, total = memory.load_b32(adapters + uint64(row) * uint64(4)), float32(0)
+    def aim(row, column, riding):
+        _, adapters, _, ups, ranges, _, between, _, ranks, num_slots, num_ranges, _, _ = riding
+        rank, end, up, bias = uint32(0), uint32(0), uint64(0), uint64(0)
+        slot = memory.load_b32(adapters + uint64(row) * uint64(4))
         if slot < num_slots:
             entry = ranges + (uint64(slot) * uint64(num_ranges) + uint64(column // uint32(COLUMNS))) * uint64(8)
-            rank, end = memory.load_b32(entry), memory.load_b32(entry + uint64(4))
+            rank, end = memory.load_2xb32(entry)
             up = memory.load_b64(ups + uint64(slot) * uint64(8))
             bias = memory.load_b64(ups + uint64(slot + num_slots) * uint64(8))
             up += (uint64(column) * uint64(ranks) + uint64(rank)) * uint64(2)
-            place = between + (uint64(row) * uint64(ranks) + uint64(rank)) * uint64(4)
-            while rank < end:
-                a, b = memory.load_4xf32(place), memory.load_4xf32(place + uint64(16))
-                factors = load(up)
-                for e in range(4):
-                    total += a[e] * factors[e]
-                for e in range(4):
-                    total += b[e] * factors[e + 4]
-                up += uint64(16)
-                place += uint64(32)
-                rank = uint32(rank + uint32(8))
+            if rank < end:
+                memory.prefetch(up)
             if bias != uint64(0):
-                total += memory.load_f32(bias + uint64(column) * uint64(4))
+                bias += uint64(column) * uint64(4)
+                memory.prefetch(bias)
+        place = between + (uint64(row) * uint64(ranks) + uint64(rank)) * uint64(4)
+        return rank, end, up, place, bias
+
+    @device_function
+    def expand(aimed):
+        rank, end, up, place, bias = aimed
+        total = float32(0)
+        while rank < end:
+            a, b = memory.load_4xf32(place), memory.load_4xf32(place + uint64(16))
+            factors = load(up)
+            for e in range(4):
+                total += a[e] * factors[e]
+            for e in range(4):
+                total += b[e] * factors[e + 4]
+            up += uint64(16)
+            place += uint64(32)
+            rank = uint32(rank + uint32(8))
+        if bias != uint64(0):
+            total += memory.load_f32(bias)
         return total
 
-    return expand
+    return aim, expand
+
+
+def expanding_warp(dtype: str, find: Any, num_sums: int, num_meetings: int) -> Any:
+    """A device function ``(expanded, first_column, stride, count, sizes, riding)`` of the warp that expands: of each
+    tile of a block ``count`` low-rank sums, float32, to shared memory, where two tiles of `num_sums` take turns. It
+    meets the other warps so often before the first tile, and after each.
+
+    ``find`` is a device function ``(sum, column, sizes) -> row, column, is_there``, of a tile from a column on; a sum
+    that is not there is 0. ``sizes`` is (m, n, columns of a tile)."""
+    aim, expand = expander(dtype)
+
+    @device_function
+    def aim_at(index, column, sizes, riding):
+        row, own_column, is_there = find(index, column, sizes)
+        aimed = uint32(0), uint32(0), uint64(0), uint64(0), uint64(0)
+        if is_there:
+            aimed = aim(row, own_column, riding)
+        return aimed
+
+    @device_function
+    def expand_tiles(expanded, first_column, stride, count, sizes, riding):
+        column, turn, lane = first_column, uint32(0), uint32(cuda.threadIdx.x)
+        wait_for_previous_grid()
+        launch_dependents()
+        for _ in range(num_meetings):
+            sync_block()
+        while column < sizes[1]:
+            index, target = lane, uint32(expanded + turn * uint32(4 * num_sums))
+            aimed = aim_at(index, column, sizes, riding)
+            if column == first_column:
+                wait_for_shrinking(riding)
+            while index < count:
+                memory.shared_store_f32(uint32(target + index * uint32(4)), expand(aimed))
+                index = uint32(index + uint32(32))
+                if index < count:
+                    aimed = aim_at(index, column, sizes, riding)
+            sync_block()
+            column, turn = uint32(column + stride), turn ^ uint32(1)
+
+    return expand_tiles
 
 
 @device_function
@@ -250,3 +335,29 @@ def leave_counters(counters, is_first_thread, blocks):
     if is_first_thread and _count_done(counters + uint64(4), uint32(1)) == blocks - uint32(1):
         memory.store_b32(counters, uint32(0))
         memory.store_b32(counters + uint64(4), uint32(0))
+
+
+def adapted_kernel(shrink: Any, multiply: Any) -> Any:
+    """The kernel of a product with adapters, of `shrinker`'s function and ``(block, num_blocks, *arguments of the
+    product, riding)``, of a block that multiplies."""
+
+    def adapted(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
+        ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges, shrinking, team_warps,
+    ):  # fmt: skip
+        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
+        riding = (
+            x_rows, adapters, downs, ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges,
+            shrinking, team_warps,
+        )  # fmt: skip
+        if block < shrinking:
+            shrink(block, warp, lane, m, k, eps, riding)
+        else:
+            multiply(
+                uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
+                m, n, k, bias_is_f32, norm, norm_parts, eps, squares, riding,
+            )  # fmt: skip
+        leave_counters(counters, lane == uint32(0) and warp == uint32(0), uint32(cuda.gridDim.x))
+
+    return cuda.jit(adapted)

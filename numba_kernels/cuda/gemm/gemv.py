@@ -115,10 +115,12 @@ def _kernel(
 
     load_first_turn, load_turn = turn_loader(load_early), turn_loader(load_later)
     shrink = riding.shrinker(dtype, BLOCK_WARPS, rows) if takes_adapters else None
-    expand = riding.expander(dtype) if takes_adapters else None
+    aim, expand = riding.expander(dtype) if takes_adapters else (None, None)
 
     @device_function
-    def multiply(block, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added):
+    def multiply(
+        block, _, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+    ):  # fmt: skip
         partial = cuda.shared.array(partial_floats, float32)  # [warp, sum]
         partial_squares = cuda.shared.array(partial_rows, float32)  # [warp, row]
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
@@ -228,12 +230,13 @@ def _kernel(
             inside = lane % uint32(columns)
             column = first_column + inside
             if takes_adapters:
-                riding.wait_for_shrinking(added)
-                own = uint32(first_column + inside % uint32(out_columns))
-                if lane < uint32(num_sums) and row < m and own < n:
+                own, is_there = uint32(first_column + inside % uint32(out_columns)), lane < uint32(num_sums) and row < m
+                if is_there and own < n:
                     if inside >= uint32(out_columns):
                         own = uint32(own + n)  # up's
-                    total += expand(row, own, added)
+                    aimed = aim(row, own, added)
+                    riding.wait_for_shrinking(added)
+                    total += expand(aimed)
             if is_gated:
                 total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
             value = float32(0.0)
@@ -249,33 +252,16 @@ def _kernel(
 
     def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         multiply(
-            uint32(cuda.blockIdx.x), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
-            squares, (),
+            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
+            x_squares, x_parts, eps, squares, (),
         )  # fmt: skip
-
-    def adapted_gemv(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
-        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
-    ):  # fmt: skip
-        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
-        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
-        if block < shrinking:
-            shrink(block, warp, lane, m, k, eps, added)
-        else:
-            multiply(
-                uint32(block - shrinking), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts,
-                eps, squares, added,
-            )  # fmt: skip
-        is_first_thread = lane == uint32(0) and warp == uint32(0)
-        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
 
     alignment = "aligned" if is_aligned else "any"
     suffix = "" if loads == next(iter(LOADS)) else f"_{loads}"
     return Specialisation(
         name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}{'_' if is_gated else ''}{activation}{suffix}"
         + "_adapted" * takes_adapters,
-        kernel=cuda.jit(adapted_gemv if takes_adapters else gemv),
+        kernel=riding.adapted_kernel(shrink, multiply) if takes_adapters else cuda.jit(gemv),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=ONE_ROW_BLOCKS if rows == 1 and is_aligned else 0,
@@ -328,7 +314,7 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     activation, shrinking = product.epilogue.activation, riding.shrinking_blocks(product.m, ranks)
     if is_aligned and dtype != "f32" and ring_stages(machine, product.k, rows, takes_adapters=ranks > 0):
         kernel = ring_kernel(dtype, product.out, rows, activation, takes_adapters=ranks > 0)
-        return ring_launch(kernel, machine, blocks, (32, warps, teams), product.k, shrinking)
+        return ring_launch(kernel, machine, blocks, (32, warps, teams), product.k, product.m, ranks)
     kernel = _kernel(dtype, product.out, rows, is_aligned, activation=activation, takes_adapters=ranks > 0)
     return Launch(kernel, (blocks + shrinking, 1, 1), (32, warps, teams), num_shrinking=shrinking)
 

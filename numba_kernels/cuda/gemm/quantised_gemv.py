@@ -92,12 +92,16 @@ def _kernel(
     slot_elements, is_gated, num_rows, num_sums = packing.slot, activation != "", rows, 2 * rows
     number_bytes = reader.factors.planes * reader.factors.plane_bytes  # of x, as it is staged
     gated = GATED[activation] if is_gated else None
-    shrink = riding.shrinker(DTYPE, warps, rows) if takes_adapters else None
-    expand = riding.expander(DTYPE) if takes_adapters else None
+    has_one_more = takes_adapters and _has_expanding_warp(rows, has_ring=has_ring)
+    threads = (warps + has_one_more) * 32
+    shrink = riding.shrinker(DTYPE, warps + has_one_more, rows) if takes_adapters else None
+    aim_one, expand = riding.expander(DTYPE) if takes_adapters else (None, None)
+    tile_floats, num_parts = _most_sums(rows), 2 if is_gated else 1
+    two_tiles_floats = 2 * tile_floats
 
     @device_function
     def multiply_blocks(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, added
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, expanded, added
     ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array((num_rows, warps), uint32)
@@ -114,6 +118,10 @@ def _kernel(
         next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         lane, stream, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         streams, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
+        if has_one_more:
+            streams = added[12]
+            team, teams = divide_u32(stream, streams), divide_u32(uint32(warps), streams)
+            stream = uint32(stream - team * streams)
         warp = uint32(team * streams + stream)
         # In a gated unit, the first half of the teams have the gate's rows, the others up's.
         columns_teams, inside, both, beside = teams, team, n, uint32(0)
@@ -210,7 +218,7 @@ def _kernel(
                     partial[turn, warp, r, uint32((lane >> uint32(2)) + uint32(8))] = sums[2 * r + 1]
             sync_block()
             if stream == uint32(0) and team < columns_teams:  # whole warps, which add squares
-                if takes_adapters and tile == uint32(block * columns_teams + inside):  # the first turn
+                if takes_adapters and not has_one_more and tile == uint32(block * columns_teams + inside):
                     riding.wait_for_shrinking(added)
                 own = lane & uint32(ROWS - 1)
                 column = uint32(tile * uint32(ROWS) + own)
@@ -225,12 +233,19 @@ def _kernel(
                     value = float32(0.0)
                     if lane < uint32(ROWS) and column < n and uint32(r) < m:
                         value = scale_element(scale_element(total, wholes[r]), row_scale(weight, both, k, column))
-                        if takes_adapters:
-                            value += expand(uint32(r), column, added)
+                        if has_one_more:
+                            sum_at = uint32(turn * uint32(tile_floats) + uint32(r) * columns_teams * uint32(ROWS))
+                            sum_at = uint32(expanded + (sum_at + inside * uint32(ROWS) + own) * uint32(4))
+                            value += memory.shared_load_f32(sum_at)
+                        elif takes_adapters:
+                            value += expand(aim_one(uint32(r), column, added))
                         if is_gated:
                             up = scale_element(scale_element(up, wholes[r]), row_scale(weight, both, k, column + n))
-                            if takes_adapters:
-                                up += expand(uint32(r), uint32(column + n), added)
+                            if has_one_more:
+                                sum_at = uint32(sum_at + columns_teams * uint32(num_rows * ROWS * 4))
+                                up += memory.shared_load_f32(sum_at)
+                            elif takes_adapters:
+                                up += expand(aim_one(uint32(r), uint32(column + n), added))
                             value = gated(value, up)
                         value = finish(bias, bias_is_f32, residual, out, n, uint32(r), column, value)
                     if not is_gated and squares != uint64(0):
@@ -243,38 +258,45 @@ def _kernel(
             tile = following
             turn ^= uint32(1)
 
+    @device_function
+    def find(index, first_column, sizes):
+        """A low-rank sum's row, and column of the weight: [part, row, column]."""
+        row, up = divide_u32(index, sizes[2]), uint32(0)
+        column = uint32(first_column + index - row * sizes[2])
+        if row >= uint32(num_rows):
+            row, up = uint32(row - uint32(num_rows)), sizes[1]
+        return row, uint32(column + up), row < sizes[0] and column < sizes[1]
+
+    expand_tiles = riding.expanding_warp(DTYPE, find, tile_floats, 2) if has_one_more else None
+
+    @device_function
+    def work(block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares, added):
+        expanded = uint32(0)
+        if has_one_more:
+            expanded = memory.shared_address(cuda.shared.array(two_tiles_floats, float32))
+        if has_one_more and uint32(cuda.threadIdx.y) == uint32(warps):
+            columns = divide_u32(divide_u32(uint32(warps), added[12]) * uint32(ROWS), uint32(num_parts))
+            count, stride = uint32(columns * uint32(num_rows * num_parts)), uint32(num_blocks * columns)
+            expand_tiles(expanded, uint32(block * columns), stride, count, (m, n, columns), added)
+        else:
+            multiply_blocks(
+                block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, expanded,
+                added,
+            )  # fmt: skip
+
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares):
         multiply_blocks(
             uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            norm, eps, squares, (),
+            norm, eps, squares, uint32(0), (),
         )  # fmt: skip
-
-    def adapted_gemm(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares, x_rows, adapters, downs, ups,
-        ranges, own_norm, between, counters, ranks, num_slots, num_ranges, shrinking,
-    ):  # fmt: skip
-        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
-        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        added = (
-            x_rows, adapters, downs, ups, ranges, own_norm, between, counters, ranks, num_slots, num_ranges, shrinking,
-        )  # fmt: skip
-        if block < shrinking:
-            shrink(block, warp, lane, m, k, eps, added)
-        else:
-            multiply_blocks(
-                uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
-                m, n, k, bias_is_f32, norm, eps, squares, added,
-            )  # fmt: skip
-        is_first_thread = lane == uint32(0) and warp == uint32(0)
-        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
 
     return Specialisation(
         name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
         + f"_{rows}" * (rows > 1) + "_turns" * has_turns + f"_ring_{ring_slots}" * has_ring
         + "_adapted" * takes_adapters,
-        kernel=cuda.jit(adapted_gemm if takes_adapters else gemm),
+        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
-        max_threads=warps * 32,
+        max_threads=threads,
         min_blocks=2 if has_ring else 1,
         min_capability=90 if has_ring else 80,
         replaced_from=100 if takes_adapters and has_ring else 0,
@@ -329,6 +351,16 @@ def _rows_bytes(product: Product) -> int:
     return _rows_of(product) * (row_bytes(packing, product.k) + ROW_GAP)
 
 
+def _has_expanding_warp(rows: int, *, has_ring: bool) -> bool:
+    """Whether another warp expands (`riding`); one more leaves each thread 96 registers: more rows need more."""
+    return has_ring and rows <= 2
+
+
+def _most_sums(rows: int) -> int:
+    """Low-rank sums of the columns of a block with a ring, at most: of two teams."""
+    return 2 * ROWS * rows
+
+
 def teams(columns: int, *, is_gated: bool) -> int:
     """Teams of a block, those of the gate's rows and of up's each counted: 4 where that leaves enough blocks."""
     tiles = -(-columns // ROWS) * (2 if is_gated else 1)
@@ -364,7 +396,7 @@ def ring_of(
     if takes_adapters and machine.arch != riding.RINGS_ON:
         return 0, 0
     static_bytes = 2 * RING_WARPS * rows * ROWS * 4 + RING_WARPS * MOST_STAGES * 8 + rows * (2 * RING_WARPS + 1) * 4
-    static_bytes += riding.shared_bytes(RING_WARPS, rows) if takes_adapters else 0
+    static_bytes += riding.shared_bytes(RING_WARPS + 1, rows, _most_sums(rows)) if takes_adapters else 0
     x_bytes = rows * (row_bytes(packing, k) + ROW_GAP)
     for slots in SLOTS:
         stage_bytes = RING_WARPS * packed_ring(packing.name, rows, slots).stage_bytes
@@ -385,32 +417,28 @@ def can_take_adapters(product: Product, machine: Machine) -> bool:
 
 def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
-    activation, packing = product.epilogue.activation, packing_of(product.weight)
+    activation, packing, takes_adapters = product.epilogue.activation, packing_of(product.weight), ranks > 0
     assert packing is not None
-    num_teams = teams(product.n, is_gated=activation != "")
-    ring_slots, shared_bytes = ring_of(packing, machine, product.k, _rows_of(product), takes_adapters=ranks > 0)
-    shrinking = riding.shrinking_blocks(product.m, ranks)
+    num_teams, rows = teams(product.n, is_gated=activation != ""), _rows_of(product)
+    ring_slots, shared_bytes = ring_of(packing, machine, product.k, rows, takes_adapters=takes_adapters)
     if ring_slots:
         num_teams = max(num_teams * RING_WARPS // BLOCK_WARPS, 2 if activation else 1)
-        columns = ROWS * (num_teams // 2 if activation else num_teams)
-        return Launch(
-            _kernel(
-                product.weight, product.out, activation, ring_slots=ring_slots, rows=_rows_of(product),
-                takes_adapters=ranks > 0,
-            ),
-            (min(-(-product.n // columns), machine.num_multiprocessors) + shrinking, 1, 1),
-            (32, RING_WARPS // num_teams, num_teams), shared_bytes, num_shrinking=shrinking,
-        )  # fmt: skip
     columns = ROWS * (num_teams // 2 if activation else num_teams)
     blocks = -(-product.n // columns)
-    turns = -(-blocks // machine.num_multiprocessors)
+    turns, warps = -(-blocks // machine.num_multiprocessors), RING_WARPS
+    multiplying, shrinking = riding.shared_blocks(blocks, machine.num_multiprocessors, product.m, ranks)
+    if not ring_slots:
+        warps, shared_bytes, multiplying = BLOCK_WARPS, _rows_bytes(product), -(-blocks // turns)
     kernel = _kernel(
-        product.weight, product.out, activation, has_turns=turns > 1, rows=_rows_of(product), takes_adapters=ranks > 0
-    )
-    return Launch(
-        kernel, (-(-blocks // turns) + shrinking, 1, 1), (32, BLOCK_WARPS // num_teams, num_teams),
-        _rows_bytes(product), num_shrinking=shrinking,
+        product.weight, product.out, activation, has_turns=turns > 1 and not ring_slots, ring_slots=ring_slots,
+        rows=rows, takes_adapters=takes_adapters,
     )  # fmt: skip
+    block, team_warps = (32, warps // num_teams, num_teams), 0
+    if takes_adapters and _has_expanding_warp(rows, has_ring=ring_slots > 0):
+        block, team_warps = (32, warps + 1, 1), warps // num_teams
+    return Launch(
+        kernel, (multiplying + shrinking, 1, 1), block, shared_bytes, num_shrinking=shrinking, team_warps=team_warps
+    )
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -287,7 +287,7 @@ def _kernel(
 
     @device_function
     def multiply_block(
-        column_block, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+        column_block, _, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
     ):  # fmt: skip
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(SCALES_BYTES))
@@ -466,26 +466,9 @@ def _kernel(
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         multiply_block(
-            uint32(cuda.blockIdx.x), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
-            squares, (),
+            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
+            x_squares, x_parts, eps, squares, (),
         )  # fmt: skip
-
-    def adapted_gemm(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
-        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
-    ):  # fmt: skip
-        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
-        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
-        if block < shrinking:
-            shrink(block, warp, lane, m, k, eps, added)
-        else:
-            multiply_block(
-                uint32(block - shrinking), x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts,
-                eps, squares, added,
-            )  # fmt: skip
-        is_first_thread = lane == uint32(0) and warp == uint32(0)
-        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
 
     factors = dtype if packing is None else f"{weight}_{dtype}"
     # Registers of two blocks: those that were examined. Without clusters ptxas of sm_80 finds some short.
@@ -495,7 +478,7 @@ def _kernel(
     return Specialisation(
         name=f"gemm_skinny_{factors}_{out_dtype}_{16 * row_tiles}{'_c' * has_clusters}"
         f"{'_' if is_gated else ''}{activation}{'_adapted' * takes_adapters}",
-        kernel=cuda.jit(adapted_gemm if takes_adapters else gemm),
+        kernel=riding.adapted_kernel(shrink, multiply_block) if takes_adapters else cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 and has_few_registers else 1,

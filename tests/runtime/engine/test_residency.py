@@ -16,27 +16,29 @@ pytestmark = pytest.mark.emulator
 exhaustive = pytest.mark.exhaustive
 
 
-def residencies(model: str, num_seqs: int) -> list[Residency]:
+def residencies(model: str, num_seqs: int, *, has_adapters: bool) -> list[Residency]:
     """Those of a layer's launches, for contexts of up to 2,048 tokens; the next layer's follow."""
     config = (MODELS | IN_SHORT)[model] | {"num_hidden_layers": 4, "vocab_size": 512}
-    launches = launches_of_a_decode_layer(config, num_seqs=num_seqs, weights=quick_weights_of(model))
+    weights = quick_weights_of(model)
+    launches = launches_of_a_decode_layer(config, num_seqs=num_seqs, has_adapters=has_adapters, weights=weights)
     cache = KernelCache()
     assert all(isinstance(each, Launch) for each in launches), "a copy stands between two kernels"
     return [residency(each, H200, cache) for each in launches if isinstance(each, Launch)]
 
 
 @pytest.mark.parametrize(
-    ("model", "num_seqs"),
+    ("model", "num_seqs", "has_adapters"),
     [
-        ("qwen3-8b", 1), ("qwen3-8b int4", 1), ("gpt-oss-20b", 1),
+        ("qwen3-8b", 1, False), ("qwen3-8b int4", 1, False), ("gpt-oss-20b", 1, False),
         *(pytest.param(*each, marks=exhaustive) for each in (
-            ("qwen3-8b", 2), ("qwen3-8b int4", 2), ("qwen3-8b fp8", 1), ("qwen3-8b fp8", 2), ("gpt-oss-20b", 2),
-            ("qwen3-0.6b", 1), ("qwen3-0.6b", 2),
+            ("qwen3-8b", 2, False), ("qwen3-8b int4", 2, False), ("qwen3-8b fp8", 1, False), ("qwen3-8b fp8", 2, False),
+            ("gpt-oss-20b", 2, False), ("qwen3-0.6b", 1, False), ("qwen3-0.6b", 2, False), ("qwen3-8b", 1, True),
+            ("qwen3-8b int4", 1, True), ("qwen3-8b fp8", 1, True), ("qwen3-8b int4", 2, True),
         )),
     ],
 )  # fmt: skip
-def test_neighbours_fit_on_a_multiprocessor(model: str, num_seqs: int) -> None:
-    found = residencies(model, num_seqs)
+def test_neighbours_fit_on_a_multiprocessor(model: str, num_seqs: int, has_adapters: bool) -> None:
+    found = residencies(model, num_seqs, has_adapters=has_adapters)
     assert [each for each in found if not each.takes_half(H200)] == []
     for each, successor in zip(found, [*found[1:], found[0]], strict=True):
         assert each.leaves_room_for(successor, H200), f"{successor} beside {each}"

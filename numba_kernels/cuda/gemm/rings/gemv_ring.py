@@ -27,6 +27,7 @@ from numba_kernels.cuda.gemm.rings.warp_ring import (
 )
 from numba_kernels.cuda.intrinsics import convert, mbarrier, memory
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.math import divide_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import exchange, shuffle_xor_f32, sync_warp, warp_sum
 from numba_kernels.cuda.specialisation import Dim3, Launch, Specialisation
@@ -56,8 +57,9 @@ def ring_kernel(
     num_barriers = BLOCK_WARPS * MOST_STAGES + 1
     partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
-    shrink = riding.shrinker(dtype, BLOCK_WARPS, rows) if takes_adapters else None
-    expand = riding.expander(dtype) if takes_adapters else None
+    shrink = riding.shrinker(dtype, BLOCK_WARPS + 1, rows) if takes_adapters else None
+    tile_floats = BLOCK_WARPS * num_sums  # of a tile's low-rank sums: [team, sum]
+    two_tiles_floats = 2 * tile_floats
 
     @device_function
     def ask(weight, n, k, first_column, position, pair, target, barrier):
@@ -89,7 +91,8 @@ def ring_kernel(
 
     @device_function
     def multiply_tiles(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares,
+        expanded, added,
     ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
@@ -97,6 +100,10 @@ def ring_kernel(
         partial_squares = cuda.shared.array(partial_rows, float32)  # [warp, row]
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         team_warps, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
+        if takes_adapters:
+            team_warps = added[12]
+            team, teams = divide_u32(rank, team_warps), divide_u32(uint32(BLOCK_WARPS), team_warps)
+            rank = uint32(rank - team * team_warps)
         warp = uint32(rank + team * team_warps)
         x_bytes = uint32(uint32(k * uint32(2)) * uint32(rows))
         num_stages = uint32(uint32(dynamic_shared_bytes() - x_bytes) // uint32(RING_BYTES))
@@ -199,9 +206,9 @@ def ring_kernel(
             exchange_2(sums, lane)
             exchange_1(sums, lane)
             total = sums[0]
-            if team_warps > uint32(1):
-                if lane < uint32(num_sums):
-                    partial[turn, warp * uint32(num_sums) + lane] = total
+            if team_warps > uint32(1) and lane < uint32(num_sums):
+                partial[turn, warp * uint32(num_sums) + lane] = total
+            if takes_adapters or team_warps > uint32(1):
                 sync_block()
             if rank == uint32(0):
                 if lane < uint32(num_sums):
@@ -210,14 +217,9 @@ def ring_kernel(
                             total += partial[turn, uint32(warp + uint32(i)) * uint32(num_sums) + lane]
                 total = scale_element(total, scale)
                 column = uint32(group * uint32(out_columns) + inside)
-                if takes_adapters:
-                    if group == first:
-                        riding.wait_for_shrinking(added)
-                    own = uint32(group * uint32(out_columns) + inside % uint32(out_columns))
-                    if lane < uint32(num_sums) and row < m and own < n:
-                        if inside >= uint32(out_columns):
-                            own = uint32(own + n)  # up's
-                        total += expand(row, own, added)
+                if takes_adapters and lane < uint32(num_sums):
+                    at = uint32(turn * uint32(tile_floats) + team * uint32(num_sums) + lane)
+                    total += memory.shared_load_f32(uint32(expanded + at * uint32(4)))
                 if is_gated:
                     total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
                 value = float32(0.0)
@@ -233,35 +235,45 @@ def ring_kernel(
             turn ^= uint32(1)
             group = uint32(group + stride)
 
+    @device_function
+    def find(index, first_column, sizes):
+        """A low-rank sum's row, and column of the weight."""
+        team, own = index // uint32(num_sums), index % uint32(num_sums)
+        row, inside = own // uint32(COLUMNS), own % uint32(COLUMNS)
+        column = uint32(first_column + team * uint32(out_columns) + inside % uint32(out_columns))
+        up = sizes[1] if inside >= uint32(out_columns) else uint32(0)
+        return row, uint32(column + up), row < sizes[0] and column < sizes[1]
+
+    expand_tiles = riding.expanding_warp(dtype, find, tile_floats, 1) if takes_adapters else None
+
+    @device_function
+    def work(
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+    ):  # fmt: skip
+        expanded = memory.shared_address(cuda.shared.array(two_tiles_floats, float32))
+        if uint32(cuda.threadIdx.y) == uint32(BLOCK_WARPS):
+            teams = divide_u32(uint32(BLOCK_WARPS), added[12])
+            columns = uint32(teams * uint32(out_columns))
+            count, stride = uint32(teams * uint32(num_sums)), uint32(num_blocks * columns)
+            expand_tiles(expanded, uint32(block * columns), stride, count, (m, n, columns), added)
+        else:
+            multiply_tiles(
+                block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
+                squares, expanded, added,
+            )  # fmt: skip
+
     def gemv_ring(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         multiply_tiles(
             uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            x_squares, x_parts, eps, squares, (),
+            x_squares, x_parts, eps, squares, uint32(0), (),
         )  # fmt: skip
-
-    def adapted_gemv_ring(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, x_rows, adapters, downs,
-        ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking,
-    ):  # fmt: skip
-        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
-        warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        added = x_rows, adapters, downs, ups, ranges, norm, between, counters, ranks, num_slots, num_ranges, shrinking
-        if block < shrinking:
-            shrink(block, warp, lane, m, k, eps, added)
-        else:
-            multiply_tiles(
-                uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
-                m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added,
-            )  # fmt: skip
-        is_first_thread = lane == uint32(0) and warp == uint32(0)
-        riding.leave_counters(counters, is_first_thread, uint32(cuda.gridDim.x))
 
     return Specialisation(
         name=f"gemv_ring_{dtype}_{out_dtype}_{rows}{'_' if is_gated else ''}{activation}"
         + "_adapted" * takes_adapters,
-        kernel=cuda.jit(adapted_gemv_ring if takes_adapters else gemv_ring),
+        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemv_ring),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
-        max_threads=BLOCK_WARPS * 32,
+        max_threads=(BLOCK_WARPS + takes_adapters) * 32,
         min_blocks=2,
         min_capability=90,
         replaced_from=100 if takes_adapters else 0,
@@ -276,15 +288,20 @@ def ring_stages(machine: Machine, k: int, rows: int, *, takes_adapters: bool = F
     """The stages of a launch's rings; 0 where x leaves room for too few."""
     if not k or (takes_adapters and machine.arch != riding.RINGS_ON):
         return 0
-    static_bytes = riding.shared_bytes(BLOCK_WARPS, rows) if takes_adapters else 0
+    static_bytes = riding.shared_bytes(BLOCK_WARPS + 1, rows, BLOCK_WARPS * rows * COLUMNS) if takes_adapters else 0
     return stages_that_fit(machine, RING_BYTES, 2 * rows * k + static_bytes)
 
 
 def ring_launch(
-    kernel: Specialisation, machine: Machine, tiles: int, block: Dim3, k: int, shrinking: int = 0
-) -> Launch:
-    """A launch over tiles of columns, with a ring that fits (`ring_stages`), after so many blocks that shrink."""
-    rows = int(kernel.constants["rows"])
-    shared_bytes = ring_stages(machine, k, rows, takes_adapters=shrinking > 0) * RING_BYTES + 2 * rows * k
-    blocks = min(tiles, machine.num_multiprocessors) + shrinking
-    return Launch(kernel, (blocks, 1, 1), block, shared_bytes, num_shrinking=shrinking)
+    kernel: Specialisation, machine: Machine, tiles: int, block: Dim3, k: int, m: int, ranks: int
+) -> Launch:  # fmt: skip
+    """A launch over tiles of columns, with a ring that fits (`ring_stages`), and low-rank sums of so many ranks."""
+    rows, takes_adapters = int(kernel.constants["rows"]), ranks > 0
+    shared_bytes = ring_stages(machine, k, rows, takes_adapters=takes_adapters) * RING_BYTES + 2 * rows * k
+    if not takes_adapters:
+        return Launch(kernel, (min(tiles, machine.num_multiprocessors), 1, 1), block, shared_bytes)
+    multiplying, shrinking = riding.shared_blocks(tiles, machine.num_multiprocessors, m, ranks)
+    return Launch(
+        kernel, (multiplying + shrinking, 1, 1), (32, BLOCK_WARPS + 1, 1), shared_bytes, num_shrinking=shrinking,
+        team_warps=block[1],
+    )  # fmt: skip
