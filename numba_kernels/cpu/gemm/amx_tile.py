@@ -30,7 +30,7 @@ from numba_kernels.cpu.gemm.unpacked_blocks import block_of, table_of, unpacked_
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.amx import TILE_ROWS, Tiles
 from numba_kernels.cpu.intrinsics.emitted import emitted
-from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
+from numba_kernels.cpu.intrinsics.simd import F32, I32, I64, i64
 from numba_kernels.cpu.layout import AMX_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.target import LANES
 
@@ -86,8 +86,8 @@ class _AmxTile:
         self.__dict__.update(operands)
         self.tiles = Tiles(builder)
         self.sums = self._buffer(AMX_ROWS * TILE_VECTORS, F32)
-        self.is_tall = builder.icmp_signed(">", self.rows, _i64(TILE_ROWS))
-        half = builder.sdiv(builder.add(self.rows, _i64(1)), _i64(2))
+        self.is_tall = builder.icmp_signed(">", self.rows, i64(TILE_ROWS))
+        half = builder.sdiv(builder.add(self.rows, i64(1)), i64(2))
         self.tile_rows = builder.select(self.is_tall, half, self.rows)
         self.second_row = builder.sub(self.rows, self.tile_rows)
 
@@ -104,7 +104,7 @@ class _AmxTile:
     def halves(self, half):
         """Code for the first register of rows, or for the second one, where there is one; gives its first row."""
         if not half:
-            yield _i64(0)
+            yield i64(0)
             return
         with self.builder.if_then(self.is_tall):
             yield self.second_row
@@ -126,7 +126,7 @@ class _AmxTile:
         builder, mask = self.builder, simd.lanes_below(self.builder, 0, words)
         with cgutils.for_range(builder, count, intp=I64) as row:
             at = builder.add(source, builder.mul(row.index, stride))
-            to = builder.add(target, builder.mul(row.index, _i64(_VECTOR_BYTES)))
+            to = builder.add(target, builder.mul(row.index, i64(_VECTOR_BYTES)))
             simd.store(builder, simd.masked_load(builder, at, mask, I32), to)
 
     def copied_panel(self, source, words):
@@ -136,7 +136,7 @@ class _AmxTile:
         for place in range(TILE_ROWS * TILE_VECTORS):
             simd.store(builder, zero, simd.offset(builder, target, place * _VECTOR_BYTES))
         with cgutils.for_range(builder, words, intp=I64) as word:
-            moved = builder.mul(word.index, _i64(_PANEL_ROW_BYTES))
+            moved = builder.mul(word.index, i64(_PANEL_ROW_BYTES))
             for v in _VECTORS:
                 at = simd.offset(builder, builder.add(source, moved), v * _VECTOR_BYTES)
                 to = simd.offset(builder, builder.add(target, moved), v * _VECTOR_BYTES)
@@ -146,7 +146,7 @@ class _AmxTile:
     def prefetch(self, word, count):
         """Prefetches for ``count`` words of K from ``word`` on, as `float_tile.gemm_tile` says."""
         builder = self.builder
-        with cgutils.for_range(builder, _i64(count), intp=I64) as each:
+        with cgutils.for_range(builder, i64(count), intp=I64) as each:
             moved = builder.mul(builder.add(word, each.index), self.step)
             simd.prefetch(builder, builder.add(self.ahead, moved))
 
@@ -154,7 +154,7 @@ class _AmxTile:
         """The sums' first values, in memory."""
         builder = self.builder
         with self.each_row() as row:
-            moved = builder.mul(row.index, _i64(_PANEL_ROW_BYTES))
+            moved = builder.mul(row.index, i64(_PANEL_ROW_BYTES))
             for v in _VECTORS:
                 to = simd.offset(builder, builder.add(self.sums, moved), v * _VECTOR_BYTES)
                 with builder.if_else(self.is_first) as (begins, resumes):
@@ -171,7 +171,7 @@ class _AmxTile:
             with ends:
                 self._finish()
             with goes_on, self.each_row() as row:
-                moved = builder.mul(row.index, _i64(_PANEL_ROW_BYTES))
+                moved = builder.mul(row.index, i64(_PANEL_ROW_BYTES))
                 for v in _VECTORS:
                     at = simd.offset(builder, builder.add(self.sums, moved), v * _VECTOR_BYTES)
                     to = simd.offset(builder, builder.add(self.partial, moved), v * _VECTOR_BYTES)
@@ -187,13 +187,13 @@ class _AmxTile:
         masks = [simd.lanes_below(builder, v * LANES, self.columns) for v in _VECTORS]
         biases = of_columns(self.bias)
         scales = of_columns(self.scales) if self.is_scaled else None
-        has_residual = builder.icmp_signed("!=", self.residual, _i64(0))
+        has_residual = builder.icmp_signed("!=", self.residual, i64(0))
         # without a residual its place is the result's, of which no column is read
         base = builder.select(has_residual, self.residual, self.out)
         stride = builder.select(has_residual, self.residual_stride, self.out_stride)
         with self.each_row() as row:
             moved = builder.mul(row.index, self.out_stride)
-            sums_at = builder.add(self.sums, builder.mul(row.index, _i64(_PANEL_ROW_BYTES)))
+            sums_at = builder.add(self.sums, builder.mul(row.index, i64(_PANEL_ROW_BYTES)))
             for v in _VECTORS:
                 total = simd.load(builder, simd.offset(builder, sums_at, v * _VECTOR_BYTES), _FLOATS, 4)
                 if scales is None:
@@ -215,7 +215,7 @@ class _PairTile(_AmxTile):
     def emit(self):
         builder, tiles = self.builder, self.tiles
         self.configure(TILE_ROWS)
-        stride = _i64(_PANEL_ROW_BYTES)
+        stride = i64(_PANEL_ROW_BYTES)
         with builder.if_then(builder.not_(self.is_first)):
             for tile, at in self.each_place(self.partial, stride):
                 tiles.load_sums(tile, at, stride)
@@ -224,23 +224,23 @@ class _PairTile(_AmxTile):
                 for tile, _ in self.each_place(self.partial, stride):
                     tiles.zero(tile)
 
-        all_words = builder.sdiv(self.panel_stride, _i64(_PANEL_ROW_BYTES))
-        padded = builder.mul(builder.sdiv(builder.add(all_words, _i64(LANES - 1)), _i64(LANES)), _i64(LANES))
-        x_stride = builder.mul(builder.add(padded, _i64(LANES)), _i64(4))  # `arranged_rows.pair_row_words`
-        steps = builder.sdiv(self.words, _i64(TILE_ROWS))
+        all_words = builder.sdiv(self.panel_stride, i64(_PANEL_ROW_BYTES))
+        padded = builder.mul(builder.sdiv(builder.add(all_words, i64(LANES - 1)), i64(LANES)), i64(LANES))
+        x_stride = builder.mul(builder.add(padded, i64(LANES)), i64(4))  # `arranged_rows.pair_row_words`
+        steps = builder.sdiv(self.words, i64(TILE_ROWS))
         with cgutils.for_range(builder, steps, intp=I64) as loop:
-            word = builder.mul(loop.index, _i64(TILE_ROWS))
-            x_at = builder.add(self.x, builder.mul(word, _i64(4)))
+            word = builder.mul(loop.index, i64(TILE_ROWS))
+            x_at = builder.add(self.x, builder.mul(word, i64(4)))
             weight_at = builder.add(self.panel, builder.mul(word, stride))
             self.prefetch(word, TILE_ROWS)
             self._add(x_at, x_stride, weight_at)
-        word = builder.mul(steps, _i64(TILE_ROWS))
+        word = builder.mul(steps, i64(TILE_ROWS))
         left = builder.sub(self.words, word)
-        with builder.if_then(builder.icmp_signed(">", left, _i64(0)), likely=False):
+        with builder.if_then(builder.icmp_signed(">", left, i64(0)), likely=False):
             rows = self._buffer(AMX_ROWS, I32)
-            self.copied(builder.add(self.x, builder.mul(word, _i64(4))), x_stride, self.rows, left, rows)
+            self.copied(builder.add(self.x, builder.mul(word, i64(4))), x_stride, self.rows, left, rows)
             weight_at = self.copied_panel(builder.add(self.panel, builder.mul(word, stride)), left)
-            self._add(rows, _i64(_VECTOR_BYTES), weight_at)
+            self._add(rows, i64(_VECTOR_BYTES), weight_at)
 
         with builder.if_else(self.is_last) as (ends, goes_on):
             with ends:
@@ -258,7 +258,7 @@ class _PairTile(_AmxTile):
                 tiles.load_left(_LEFT, self.builder.add(x_at, self.builder.mul(row, x_stride)), x_stride)
                 for v in _VECTORS:
                     at = simd.offset(self.builder, weight_at, v * _VECTOR_BYTES)
-                    tiles.load_right(_RIGHT, at, _i64(_PANEL_ROW_BYTES))
+                    tiles.load_right(_RIGHT, at, i64(_PANEL_ROW_BYTES))
                     tiles.add_pairs(half * TILE_VECTORS + v, _LEFT, _RIGHT)
 
 
@@ -271,13 +271,13 @@ class _IntegerTile(_AmxTile):
 
     def integers(self, x_at, x_stride, weight_at, weight_stride, vector_stride):
         """Computes the sums of as many words as tiles are configured for."""
-        builder, tiles, stride = self.builder, self.tiles, _i64(_PANEL_ROW_BYTES)
+        builder, tiles, stride = self.builder, self.tiles, i64(_PANEL_ROW_BYTES)
         for half in range(2):
             with self.halves(half) as row:
                 tiles.load_left(_LEFT, builder.add(x_at, builder.mul(row, x_stride)), x_stride)
                 for v in _VECTORS:
                     tile = half * TILE_VECTORS + v
-                    tiles.load_right(_RIGHT, simd.offset(builder, weight_at, v * vector_stride), _i64(weight_stride))
+                    tiles.load_right(_RIGHT, simd.offset(builder, weight_at, v * vector_stride), i64(weight_stride))
                     tiles.zero(tile)
                     tiles.add_bytes(tile, _LEFT, _RIGHT)
         for tile, at in self.each_place(self.whole, stride):
@@ -285,7 +285,7 @@ class _IntegerTile(_AmxTile):
 
     def places(self, row):
         """The addresses of a row's integers and sums, by vector."""
-        builder, moved = self.builder, self.builder.mul(row, _i64(_PANEL_ROW_BYTES))
+        builder, moved = self.builder, self.builder.mul(row, i64(_PANEL_ROW_BYTES))
         for v in _VECTORS:
             yield tuple(
                 simd.offset(builder, builder.add(base, moved), v * _VECTOR_BYTES) for base in (self.whole, self.sums)
@@ -293,7 +293,7 @@ class _IntegerTile(_AmxTile):
 
     def of_row(self, at, row, kind):
         """The number of a row, in every lane."""
-        place = self.builder.add(at, self.builder.mul(row, _i64(4)))
+        place = self.builder.add(at, self.builder.mul(row, i64(4)))
         return simd.splat(self.builder, simd.load(self.builder, place, kind, 4))
 
 
@@ -306,25 +306,25 @@ class _Int8Tile(_IntegerTile):
         builder = self.builder
         self.take_up()
         self.configure(GROUP_WORDS)
-        group_bytes = builder.mul(self.rows, _i64((GROUP_WORDS + 2) * 4))
-        groups = builder.sdiv(self.words, _i64(GROUP_WORDS))
+        group_bytes = builder.mul(self.rows, i64((GROUP_WORDS + 2) * 4))
+        groups = builder.sdiv(self.words, i64(GROUP_WORDS))
         with cgutils.for_range(builder, groups, intp=I64) as loop:
-            word = builder.mul(loop.index, _i64(GROUP_WORDS))
+            word = builder.mul(loop.index, i64(GROUP_WORDS))
             self.prefetch(word, GROUP_WORDS)
-            at = builder.add(self.panel, builder.mul(word, _i64(_PANEL_ROW_BYTES)))
+            at = builder.add(self.panel, builder.mul(word, i64(_PANEL_ROW_BYTES)))
             self._add_group(builder.add(self.x, builder.mul(loop.index, group_bytes)), at)
-        word = builder.mul(groups, _i64(GROUP_WORDS))
+        word = builder.mul(groups, i64(GROUP_WORDS))
         left = builder.sub(self.words, word)
-        with builder.if_then(builder.icmp_signed(">", left, _i64(0)), likely=False):
-            at = self.copied_panel(builder.add(self.panel, builder.mul(word, _i64(_PANEL_ROW_BYTES))), left)
+        with builder.if_then(builder.icmp_signed(">", left, i64(0)), likely=False):
+            at = self.copied_panel(builder.add(self.panel, builder.mul(word, i64(_PANEL_ROW_BYTES))), left)
             self._add_group(builder.add(self.x, builder.mul(groups, group_bytes)), at)
         self.hand_over()
 
     def _add_group(self, x_at, weight_at):
         builder = self.builder
-        self.integers(x_at, _i64(_VECTOR_BYTES), weight_at, _PANEL_ROW_BYTES, _VECTOR_BYTES)
-        scales_at = builder.add(x_at, builder.mul(self.rows, _i64(GROUP_WORDS * 4)))
-        starts_at = builder.add(scales_at, builder.mul(self.rows, _i64(4)))
+        self.integers(x_at, i64(_VECTOR_BYTES), weight_at, _PANEL_ROW_BYTES, _VECTOR_BYTES)
+        scales_at = builder.add(x_at, builder.mul(self.rows, i64(GROUP_WORDS * 4)))
+        starts_at = builder.add(scales_at, builder.mul(self.rows, i64(4)))
         with self.each_row() as row:
             scale, start = self.of_row(scales_at, row.index, F32), self.of_row(starts_at, row.index, I32)
             for whole_at, sum_at in self.places(row.index):
@@ -347,16 +347,16 @@ class _BlockTile(_IntegerTile):
         self.take_up()
         self.configure(X_WORDS // self.num_halves)
         groups = block.elements // X_GROUP
-        num_groups = builder.mul(builder.sdiv(self.words, _i64(block.words)), _i64(groups))
-        ahead_step = builder.sdiv(builder.mul(self.step, _i64(block.words)), _i64(groups))
-        lines = builder.sdiv(builder.add(ahead_step, _i64(_VECTOR_BYTES - 1)), _i64(_VECTOR_BYTES))
-        group_bytes = builder.mul(self.rows, _i64((X_WORDS + 3) * 4))
-        block_bytes = _i64(TILE_VECTORS * unpacked_words(block) * _VECTOR_BYTES)
+        num_groups = builder.mul(builder.sdiv(self.words, i64(block.words)), i64(groups))
+        ahead_step = builder.sdiv(builder.mul(self.step, i64(block.words)), i64(groups))
+        lines = builder.sdiv(builder.add(ahead_step, i64(_VECTOR_BYTES - 1)), i64(_VECTOR_BYTES))
+        group_bytes = builder.mul(self.rows, i64((X_WORDS + 3) * 4))
+        block_bytes = i64(TILE_VECTORS * unpacked_words(block) * _VECTOR_BYTES)
         with cgutils.for_range(builder, num_groups, intp=I64) as loop:
             ahead = builder.add(self.ahead, builder.mul(loop.index, ahead_step))
             with cgutils.for_range(builder, lines, intp=I64) as line:
-                simd.prefetch(builder, builder.add(ahead, builder.mul(line.index, _i64(_VECTOR_BYTES))))
-            number, group = builder.sdiv(loop.index, _i64(groups)), builder.srem(loop.index, _i64(groups))
+                simd.prefetch(builder, builder.add(ahead, builder.mul(line.index, i64(_VECTOR_BYTES))))
+            number, group = builder.sdiv(loop.index, i64(groups)), builder.srem(loop.index, i64(groups))
             block_at = builder.add(self.panel, builder.mul(number, block_bytes))
             self._add_group(block_at, group, builder.add(self.x, builder.mul(loop.index, group_bytes)))
         self.hand_over()
@@ -364,13 +364,13 @@ class _BlockTile(_IntegerTile):
     def _add_group(self, block_at, group, x_at):
         builder, block, halves = self.builder, self.block, self.num_halves
         words, vector_stride = X_WORDS // halves, unpacked_words(block) * _VECTOR_BYTES
-        row_bytes = builder.mul(self.rows, _i64(4))
-        behind = [builder.add(x_at, builder.mul(row_bytes, _i64(X_WORDS + number))) for number in range(3)]
+        row_bytes = builder.mul(self.rows, i64(4))
+        behind = [builder.add(x_at, builder.mul(row_bytes, i64(X_WORDS + number))) for number in range(3)]
         kept = self._buffer(AMX_ROWS * TILE_VECTORS, F32) if halves > 1 else None
         for half in range(halves):
             first = words_of_group(builder, block, block_at, group, half * words)
             x_half = simd.offset(builder, x_at, half * words * 4)
-            self.integers(x_half, _i64(X_WORDS * 4), first, _VECTOR_BYTES, vector_stride)
+            self.integers(x_half, i64(X_WORDS * 4), first, _VECTOR_BYTES, vector_stride)
             is_last = half == halves - 1
             scales = [table_of(builder, block, block_at, group, 0, half, v) for v in _VECTORS]
             minima = [
@@ -393,7 +393,7 @@ class _BlockTile(_IntegerTile):
             whole = simd.load(builder, whole_at, _WORDS, 4)
             number = builder.sitofp(whole if start is None else builder.add(whole, start), _FLOATS)
             if kept is not None:
-                moved = builder.add(kept, builder.mul(row, _i64(_PANEL_ROW_BYTES)))
+                moved = builder.add(kept, builder.mul(row, i64(_PANEL_ROW_BYTES)))
                 kept_at = simd.offset(builder, moved, v * _VECTOR_BYTES)
             if half:
                 value = simd.fma(builder, number, scales[v], simd.load(builder, kept_at, _FLOATS, 4))
@@ -407,7 +407,3 @@ class _BlockTile(_IntegerTile):
                     value = simd.fma(builder, each, minimum, value)
             total = simd.load(builder, sum_at, _FLOATS, 4)
             simd.store(builder, simd.fma(builder, value, x_scale, total), sum_at)
-
-
-def _i64(value):
-    return ir.Constant(I64, value)

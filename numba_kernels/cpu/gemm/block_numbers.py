@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import llvmlite.ir as ir
 import numpy as np
 from numba.core import types
 
 from numba_kernels.blocks import Block
 from numba_kernels.cpu.intrinsics import dots, simd
-from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
+from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, i64
 from numba_kernels.cpu.layout import DOT
 from numba_kernels.cpu.target import LANES
 
@@ -28,8 +27,8 @@ def places_of_unit(builder, block, index):
     for plane in block.planes:
         is_within = unit % plane.period != 0
         amount = unit // plane.run * plane.bits if is_within else unit * plane.bits // 32 * LANES * 4
-        amount = builder.mul(index, _i64(amount))
-        moved[plane] = (_i64(0), amount) if is_within else (amount, None)
+        amount = builder.mul(index, i64(amount))
+        moved[plane] = (i64(0), amount) if is_within else (amount, None)
     return moved
 
 
@@ -140,10 +139,6 @@ def _look_up(builder, indices, values):
     """The bytes that four indices in each lane, below 16, stand for."""
     found = dots.look_up(builder, builder.bitcast(indices, simd.vector(I8, 4 * PART)), values)
     return builder.bitcast(found, _WORDS)
-
-
-def _i64(value):
-    return ir.Constant(I64, value)
 
 
 def _number(value):

@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba_kernels.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.gemm.block_numbers import PART, is_signed, places_of_unit, scales_of, weights_of
 from numba_kernels.cpu.intrinsics import dots, simd
-from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
+from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64, i64
 from numba_kernels.cpu.layout import DOT, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
 from numba_kernels.cpu.target import LANES
 
@@ -99,7 +99,7 @@ class BlockSums:
         memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
         memory.align = 64
         self.memory = builder.ptrtoint(memory, I64)
-        self.registers = {(r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places}
+        self.registers = {(r, v): builder.gep(memory, [i64(0), i64(v * self.height + r)]) for r, v in self.places}
         tables = 2 if self.block.minimum else 1
         self.tables = [
             [cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, self.block.num_groups)) for _ in range(tables)]
@@ -112,29 +112,29 @@ class BlockSums:
     def accumulate(self, builder, tile):
         """Adds the tile's words of K."""
         words = self.block.words
-        num_blocks = builder.sdiv(tile.words, _i64(words))
+        num_blocks = builder.sdiv(tile.words, i64(words))
         block_bytes = words * PANEL_COLUMNS * 4
         x_bytes = self.x_words * self.height * 4
-        chunks = builder.sdiv(builder.add(num_blocks, _i64(self.steps - 1)), _i64(self.steps))
-        line_step = builder.sdiv(tile.step, _i64(PANEL_COLUMNS * 4 // _LINE_BYTES))
+        chunks = builder.sdiv(builder.add(num_blocks, i64(self.steps - 1)), i64(self.steps))
+        line_step = builder.sdiv(tile.step, i64(PANEL_COLUMNS * 4 // _LINE_BYTES))
         turns_a_vector = _PARTS_A_VECTOR // len(self.parts)
         with cgutils.for_range(builder, chunks, intp=I64) as chunk:
-            first = builder.mul(chunk.index, _i64(self.steps))
+            first = builder.mul(chunk.index, i64(self.steps))
             left = builder.sub(num_blocks, first)
-            count = builder.select(builder.icmp_signed("<", left, _i64(self.steps)), left, _i64(self.steps))
-            x_at = builder.add(tile.x, builder.mul(first, _i64(x_bytes)))
+            count = builder.select(builder.icmp_signed("<", left, i64(self.steps)), left, i64(self.steps))
+            x_at = builder.add(tile.x, builder.mul(first, i64(x_bytes)))
             with cgutils.for_range(
                 builder, simd.not_unrolled(builder, turns_a_vector * TILE_VECTORS), intp=I64
             ) as part:
-                vector, inside = part.index, _i64(0)
+                vector, inside = part.index, i64(0)
                 if turns_a_vector > 1:
-                    vector = builder.sdiv(part.index, _i64(turns_a_vector))
-                    inside = builder.mul(builder.srem(part.index, _i64(turns_a_vector)), _i64(PART * 4))
-                at = builder.add(tile.panel, builder.mul(first, _i64(block_bytes)))
-                at = builder.add(at, builder.mul(vector, _i64(words * LANES * 4)))
-                sums_at = builder.add(self.memory, builder.mul(vector, _i64(self.height * LANES * 4)))
-                line = builder.add(builder.mul(first, _i64(words * PANEL_COLUMNS * 4 // _LINE_BYTES)), builder.mul(
-                    part.index, _i64(words * LANES * 4 // _LINE_BYTES // turns_a_vector)
+                    vector = builder.sdiv(part.index, i64(turns_a_vector))
+                    inside = builder.mul(builder.srem(part.index, i64(turns_a_vector)), i64(PART * 4))
+                at = builder.add(tile.panel, builder.mul(first, i64(block_bytes)))
+                at = builder.add(at, builder.mul(vector, i64(words * LANES * 4)))
+                sums_at = builder.add(self.memory, builder.mul(vector, i64(self.height * LANES * 4)))
+                line = builder.add(builder.mul(first, i64(words * PANEL_COLUMNS * 4 // _LINE_BYTES)), builder.mul(
+                    part.index, i64(words * LANES * 4 // _LINE_BYTES // turns_a_vector)
                 ))  # fmt: skip
                 ahead = builder.add(tile.ahead, builder.mul(line, line_step))
                 self._add_part(
@@ -149,10 +149,10 @@ class BlockSums:
         for place, total in zip(places, self.totals.values(), strict=True):
             builder.store(simd.load(builder, place, _FLOATS, 4), total)
         with cgutils.for_range(builder, count, intp=I64) as loop:
-            at = builder.add(weights_at, builder.mul(loop.index, _i64(self.block.words * PANEL_COLUMNS * 4)))
-            lines = builder.mul(loop.index, _i64(self.block.words * PANEL_COLUMNS * 4 // _LINE_BYTES))
+            at = builder.add(weights_at, builder.mul(loop.index, i64(self.block.words * PANEL_COLUMNS * 4)))
+            lines = builder.mul(loop.index, i64(self.block.words * PANEL_COLUMNS * 4 // _LINE_BYTES))
             lines_at = builder.add(ahead, builder.mul(lines, line_step))
-            x_block = builder.add(x_at, builder.mul(loop.index, _i64(x_bytes)))
+            x_block = builder.add(x_at, builder.mul(loop.index, i64(x_bytes)))
             self._add_block(builder, at, x_block, lines_at, line_step)
         for place, total in zip(places, self.totals.values(), strict=True):
             simd.store(builder, builder.load(total), place)
@@ -167,24 +167,24 @@ class BlockSums:
 
             for table, values in zip(tables, scales_of(builder, block, load), strict=True):
                 for group, value in enumerate(values):
-                    builder.store(value, builder.gep(table, [_i64(0), _i64(group)]))
+                    builder.store(value, builder.gep(table, [i64(0), i64(group)]))
         groups_of_x = unit // X_GROUP
         with cgutils.for_range(builder, simd.not_unrolled(builder, block.elements // unit), intp=I64) as loop:
             moved = places_of_unit(builder, block, loop.index)
-            x_unit = builder.add(x_at, builder.mul(loop.index, _i64(groups_of_x * X_ROW_WORDS * self.height * 4)))
-            first_group = builder.mul(loop.index, _i64(unit // block.group))
+            x_unit = builder.add(x_at, builder.mul(loop.index, i64(groups_of_x * X_ROW_WORDS * self.height * 4)))
+            first_group = builder.mul(loop.index, i64(unit // block.group))
             lines = -(-self.block.words * unit // self.block.elements // (_PARTS_A_VECTOR // len(self.parts)))
-            line_at = builder.add(ahead, builder.mul(builder.mul(loop.index, _i64(lines)), line_step))
+            line_at = builder.add(ahead, builder.mul(builder.mul(loop.index, i64(lines)), line_step))
             for line in range(0, lines, self.lines_a_prefetch):
-                simd.prefetch(builder, builder.add(line_at, builder.mul(line_step, _i64(line))))
+                simd.prefetch(builder, builder.add(line_at, builder.mul(line_step, i64(line))))
             for index in range(groups_of_x):
 
                 def weights(word, index=index, moved=moved):
                     return [weights_of(builder, block, start, moved, index * X_GROUP + word * 4) for start in starts]
 
                 def entry(number, half, index=index, first_group=first_group):
-                    group = builder.add(first_group, _i64(index * X_GROUP // block.group + half))
-                    return [builder.load(builder.gep(tables[number], [_i64(0), group])) for tables in self.tables]
+                    group = builder.add(first_group, i64(index * X_GROUP // block.group + half))
+                    return [builder.load(builder.gep(tables[number], [i64(0), group])) for tables in self.tables]
 
                 of_x = simd.offset(builder, x_unit, index * X_ROW_WORDS * self.height * 4)
                 for rows in self.turns:
@@ -278,10 +278,6 @@ def add_bytes(builder, sums, weight, value):
 def joined(builder, shorts):
     """Neighbouring sums of 16 bits added up, one for each lane."""
     return dots.multiply_pairs(builder, shorts, simd.splat_constant(I16, 1, 2 * PART))
-
-
-def _i64(value):
-    return ir.Constant(I64, value)
 
 
 def _number(value):

@@ -21,7 +21,7 @@ from numba.core import cgutils, types
 from numba_kernels.blocks import BLOCKS
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted
-from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64
+from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64, i64
 from numba_kernels.cpu.layout import PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
 from numba_kernels.cpu.target import HAS_BF16_DOT, LANES, compiled_for
 
@@ -57,16 +57,16 @@ class E4m3Sums:
         self.sums.open(builder)
         memory = cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, len(self.places)))
         memory.align = 64
-        self.registers = {rv: builder.gep(memory, [_i64(0), _i64(i)]) for i, rv in enumerate(self.places)}
+        self.registers = {rv: builder.gep(memory, [i64(0), i64(i)]) for i, rv in enumerate(self.places)}
         self.totals_at = builder.ptrtoint(memory, I64)  # which keeps them in memory: blocks' sums need the registers
 
     def accumulate(self, builder, tile):
         """Adds the tile's words of K."""
-        num_blocks = builder.sdiv(tile.words, _i64(self.words))
+        num_blocks = builder.sdiv(tile.words, i64(self.words))
         with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
-            at = builder.add(tile.panel, builder.mul(loop.index, _i64(self.words * PANEL_COLUMNS * 4)))
-            ahead = builder.add(tile.ahead, builder.mul(builder.mul(loop.index, _i64(self.words)), tile.step))
-            x_at = builder.add(tile.x, builder.mul(loop.index, _i64(_CODE_WORDS * PARTS * self.height * 4)))
+            at = builder.add(tile.panel, builder.mul(loop.index, i64(self.words * PANEL_COLUMNS * 4)))
+            ahead = builder.add(tile.ahead, builder.mul(builder.mul(loop.index, i64(self.words)), tile.step))
+            x_at = builder.add(tile.x, builder.mul(loop.index, i64(_CODE_WORDS * PARTS * self.height * 4)))
             for register in self.sums.registers.values():
                 builder.store(simd.splat_constant(F32, 0.0), register)
             if self.is_unpacked:
@@ -93,7 +93,7 @@ class E4m3Sums:
         with cgutils.for_range(builder, simd.not_unrolled(builder, _CODE_WORDS), intp=I64) as word:
             _prefetch(builder, builder.add(ahead, builder.mul(word.index, step)), step, _LINES)
             numbers = [_parts(builder, codes) for codes in _codes(builder, at, word.index, self.vectors)]
-            x_word = builder.add(x_at, builder.mul(word.index, _i64(PARTS * self.height * 4)))
+            x_word = builder.add(x_at, builder.mul(word.index, i64(PARTS * self.height * 4)))
             for index in range(PARTS):
                 for r in range(self.height):
                     place = simd.offset(builder, x_word, (index * self.height + r) * 4)
@@ -104,25 +104,25 @@ class E4m3Sums:
 
     def _add_unpacked(self, builder, at, x_at, ahead, step):
         """The same for a block in the buffer."""
-        with cgutils.for_range(builder, _i64(_CODE_WORDS * PARTS), intp=I64) as part:
-            words_at = builder.add(at, builder.mul(part.index, _i64(PANEL_COLUMNS * 4)))
+        with cgutils.for_range(builder, i64(_CODE_WORDS * PARTS), intp=I64) as part:
+            words_at = builder.add(at, builder.mul(part.index, i64(PANEL_COLUMNS * 4)))
             places = [simd.offset(builder, words_at, (self.vectors + v) * _BYTES) for v in range(self.vectors)]
             _prefetch(builder, builder.add(ahead, builder.mul(part.index, step)), step, -(-_LINES // PARTS))
-            self.sums.add_word(builder, builder.add(x_at, builder.mul(part.index, _i64(self.height * 4))), places)
+            self.sums.add_word(builder, builder.add(x_at, builder.mul(part.index, i64(self.height * 4))), places)
 
 
 @emitted(types.void, *[types.intp] * 3)
 def unpack_blocks(builder, source, words, target):
     """``words`` words of a panel, whole blocks, to the buffer."""
-    num_blocks = builder.sdiv(words, _i64(BLOCK.words))
+    num_blocks = builder.sdiv(words, i64(BLOCK.words))
     with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
-        at = builder.add(source, builder.mul(loop.index, _i64(BLOCK.words * PANEL_COLUMNS * 4)))
-        place = builder.add(target, builder.mul(loop.index, _i64(UNPACKED_WORDS * PANEL_COLUMNS * 4)))
+        at = builder.add(source, builder.mul(loop.index, i64(BLOCK.words * PANEL_COLUMNS * 4)))
+        place = builder.add(target, builder.mul(loop.index, i64(UNPACKED_WORDS * PANEL_COLUMNS * 4)))
         for v in range(TILE_VECTORS):
             scale = simd.load(builder, simd.offset(builder, at, v * BLOCK.words * _BYTES), _FLOATS, 4)
             simd.store(builder, scale, simd.offset(builder, place, v * _BYTES))
         with cgutils.for_range(builder, simd.not_unrolled(builder, _CODE_WORDS), intp=I64) as word:
-            words_at = builder.add(place, builder.mul(word.index, _i64(PARTS * PANEL_COLUMNS * 4)))
+            words_at = builder.add(place, builder.mul(word.index, i64(PARTS * PANEL_COLUMNS * 4)))
             for v, codes in enumerate(_codes(builder, at, word.index, TILE_VECTORS)):
                 for index, part in enumerate(_parts(builder, codes)):
                     inside = ((index + 1) * TILE_VECTORS + v) * _BYTES
@@ -133,12 +133,12 @@ def _prefetch(builder, at, step, lines):
     """Prefetches so many lines, ``step`` bytes in all."""
     for _ in range(lines):
         simd.prefetch(builder, at)
-        at = builder.add(at, builder.sdiv(step, _i64(lines)))
+        at = builder.add(at, builder.sdiv(step, i64(lines)))
 
 
 def _codes(builder, at, word, vectors):
     """A word of the block at ``at``, in each vector of columns."""
-    at = builder.add(at, builder.mul(word, _i64(_BYTES)))
+    at = builder.add(at, builder.mul(word, i64(_BYTES)))
     return [
         simd.load(builder, simd.offset(builder, at, (v * BLOCK.words + _FIRST_WORD) * _BYTES), _WORDS, 4)
         for v in range(vectors)
@@ -215,7 +215,3 @@ def _look_up(builder, codes, table):
     kind = codes.type
     lower, upper = (ir.Constant(kind, table[first : first + 64]) for first in (0, 64))
     return simd.call(builder, "llvm.x86.avx512.vpermi2var.qi.512", kind, [lower, codes, upper])
-
-
-def _i64(value):
-    return ir.Constant(I64, value)

@@ -34,7 +34,7 @@ from numba_kernels.cpu.gemm.arranged_rows import are_pairs
 from numba_kernels.cpu.gemm.packed_words import round_pairs
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import KIND, emitted
-from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
+from numba_kernels.cpu.intrinsics.simd import F32, I32, I64, i64
 from numba_kernels.cpu.layout import PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
 from numba_kernels.cpu.running.launch import (
     Fields,
@@ -91,7 +91,7 @@ def _emit_shrink(builder, height, stored, x, stride, tokens, down, depth, target
     elements, row_bytes = (2 * LANES if has_pairs else LANES), LANES * 4
     lane_bytes = LANES * (4 if has_pairs else itemsize)  # of a rank's elements of a step
     if has_pairs:
-        places = [builder.add(x, builder.mul(stride, _i64(r))) for r in range(height)]
+        places = [builder.add(x, builder.mul(stride, i64(r))) for r in range(height)]
     else:
         places = _places(builder, x, stride, tokens, height)
     sums = {(r, g): cgutils.alloca_once(builder, simd.vector(F32)) for r in range(height) for g in range(GROUP)}
@@ -99,8 +99,8 @@ def _emit_shrink(builder, height, stored, x, stride, tokens, down, depth, target
         builder.store(simd.splat_constant(F32, 0.0), register)
 
     def add(step, load):
-        at = builder.add(down, builder.mul(step, _i64(GROUP * lane_bytes)))
-        values = [load(builder.add(place, builder.mul(step, _i64(row_bytes)))) for place in places]
+        at = builder.add(down, builder.mul(step, i64(GROUP * lane_bytes)))
+        values = [load(builder.add(place, builder.mul(step, i64(row_bytes)))) for place in places]
         for line in range(0, GROUP * lane_bytes, _LINE):
             simd.prefetch(builder, simd.offset(builder, at, _AHEAD_BYTES + line), is_near=True)
         for g in range(GROUP):
@@ -108,25 +108,21 @@ def _emit_shrink(builder, height, stored, x, stride, tokens, down, depth, target
             for r in range(height):
                 _add_product(builder, sums[r, g], values[r], weight)
 
-    whole = builder.sdiv(builder.add(depth, _i64(elements - 1 if has_pairs else 0)), _i64(elements))
+    whole = builder.sdiv(builder.add(depth, i64(elements - 1 if has_pairs else 0)), i64(elements))
     kind = simd.vector(I32 if has_pairs else F32)
     with cgutils.for_range(builder, whole, intp=I64) as loop:
         add(loop.index, lambda at: simd.load(builder, at, kind, 4))
     if not has_pairs:
-        rest = builder.sub(depth, builder.mul(whole, _i64(elements)))
-        with builder.if_then(builder.icmp_signed(">", rest, _i64(0))):
+        rest = builder.sub(depth, builder.mul(whole, i64(elements)))
+        with builder.if_then(builder.icmp_signed(">", rest, i64(0))):
             mask = simd.lanes_below(builder, 0, rest)
             add(whole, lambda at: simd.masked_load(builder, at, mask))
     for r in range(height):
         totals = _sum_each(builder, [builder.load(sums[r, g]) for g in range(GROUP)])
-        at = builder.add(target, builder.mul(target_stride, _i64(r)))
+        at = builder.add(target, builder.mul(target_stride, i64(r)))
         if has_pairs:
             totals = dots.rounded_halves(builder, builder.bitcast(totals, simd.vector(I32, GROUP)))
         simd.store(builder, totals, at, 2 if has_pairs else 4)
-
-
-def _i64(number: int) -> ir.Constant:
-    return ir.Constant(I64, number)
 
 
 def _has_pairs(stored: types.Type) -> bool:
@@ -201,17 +197,17 @@ def _emit_expand(
     sums = {(r, v): cgutils.alloca_once(builder, simd.vector(F32)) for r in range(height) for v in range(TILE_VECTORS)}
     for register in sums.values():
         builder.store(simd.splat_constant(F32, 0.0), register)
-    blocks = [builder.add(up, builder.mul(block_bytes, _i64(v))) for v in range(TILE_VECTORS)]
-    fetches = builder.icmp_signed("!=", ahead, _i64(0))
+    blocks = [builder.add(up, builder.mul(block_bytes, i64(v))) for v in range(TILE_VECTORS)]
+    fetches = builder.icmp_signed("!=", ahead, i64(0))
     with cgutils.for_range(builder, words, intp=I64) as loop:
-        column = builder.mul(loop.index, _i64(lane_bytes))
+        column = builder.mul(loop.index, i64(lane_bytes))
         weights = [_load_words(builder, builder.add(block, column), stored) for block in blocks]
         with builder.if_then(fetches):
             for block in blocks:
                 simd.prefetch(builder, builder.add(builder.add(block, column), ahead), is_near=True)
-        at = builder.add(between, builder.mul(loop.index, _i64(4)))
+        at = builder.add(between, builder.mul(loop.index, i64(4)))
         for r in range(height):
-            place = builder.add(at, builder.mul(stride, _i64(r)))
+            place = builder.add(at, builder.mul(stride, i64(r)))
             value = simd.splat(builder, simd.load(builder, place, I32 if has_pairs else F32, 2 if has_pairs else 4))
             for v in range(TILE_VECTORS):
                 _add_product(builder, sums[r, v], value, weights[v])
@@ -222,13 +218,13 @@ def _emit_expand(
                 return simd.load(builder, address, simd.vector(F32), 4)
             return simd.masked_load(builder, address, masks[v])
 
-        with builder.if_then(builder.icmp_signed("!=", bias, _i64(0))):
+        with builder.if_then(builder.icmp_signed("!=", bias, i64(0))):
             for v in range(TILE_VECTORS):
                 added = load(simd.offset(builder, bias, v * LANES * 4), v)
                 for r in range(height):
                     builder.store(builder.fadd(builder.load(sums[r, v]), added), sums[r, v])
         zeros = simd.splat_constant(F32, 0.0)
-        with builder.if_else(builder.icmp_signed("!=", residual, _i64(0))) as (has_one, has_none):
+        with builder.if_else(builder.icmp_signed("!=", residual, i64(0))) as (has_one, has_none):
             with has_one:
                 for (r, v), register in sums.items():
                     added = load(simd.offset(builder, added_places[r], v * LANES * 4), v)
@@ -243,9 +239,7 @@ def _emit_expand(
             else:
                 simd.masked_store(builder, total, at, masks[v])
 
-    is_whole = builder.and_(
-        builder.icmp_signed("<=", low, _i64(0)), builder.icmp_signed(">=", high, _i64(PANEL_COLUMNS))
-    )
+    is_whole = builder.and_(builder.icmp_signed("<=", low, i64(0)), builder.icmp_signed(">=", high, i64(PANEL_COLUMNS)))
     with builder.if_else(is_whole, likely=True) as (whole, part):
         with whole:
             finish(None)

@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import KIND, emitted
-from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64
+from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64, i64
 from numba_kernels.cpu.target import LANES
 
 GROUP = 64  # neighbours in K that share a scale where activations are quantised
@@ -26,10 +26,6 @@ _MAGIC_BITS = 0x4B400000
 _LARGEST_ROUNDED_BITS = 0x76FE0000  # 127 * 2^104: 1.5 * 2^23 times its power of two is the last finite one
 _NAN_BITS = 0x7FC00000
 _WORDS = simd.vector(I32)
-
-
-def _i64(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
 
 
 def _shuffle(builder, a, b, order):
@@ -99,13 +95,13 @@ def transpose_words(builder, source, source_stride, num_rows, num_words, target,
     """
 
     def place(base, stride, index):
-        return builder.add(base, builder.mul(stride, _i64(index)))
+        return builder.add(base, builder.mul(stride, i64(index)))
 
     def at_most(index, count):
-        return builder.icmp_signed("<", _i64(index), count)
+        return builder.icmp_signed("<", i64(index), count)
 
     whole = builder.and_(
-        builder.icmp_signed("==", num_rows, _i64(LANES)), builder.icmp_signed("==", num_words, _i64(LANES))
+        builder.icmp_signed("==", num_rows, i64(LANES)), builder.icmp_signed("==", num_words, i64(LANES))
     )
     with builder.if_else(whole) as (full, part):
         with full:
@@ -113,11 +109,11 @@ def transpose_words(builder, source, source_stride, num_rows, num_words, target,
             for w, column in enumerate(transposed(builder, rows)):
                 simd.store(builder, column, place(target, target_stride, w))
         with part:
-            last = builder.sub(num_rows, _i64(1))
+            last = builder.sub(num_rows, i64(1))
             mask = simd.lanes_below(builder, 0, num_words)
             rows = []
             for r in range(LANES):
-                row = builder.select(at_most(r, num_rows), _i64(r), last)
+                row = builder.select(at_most(r, num_rows), i64(r), last)
                 at = builder.add(source, builder.mul(source_stride, row))
                 rows.append(simd.masked_load(builder, at, mask, I32, 1))
             mask = simd.lanes_below(builder, 0, num_rows)
@@ -135,14 +131,14 @@ def arrange_words(builder, source, source_stride, num_rows, num_words, target, e
     """
     few = LANES // 2
     of_words = simd.lanes_below(builder, 0, num_words)
-    last, stride = builder.sub(num_rows, _i64(1)), builder.mul(num_rows, _i64(4))
+    last, stride = builder.sub(num_rows, i64(1)), builder.mul(num_rows, i64(4))
     undefined = ir.Constant(_WORDS, ir.Undefined)
-    has_all_words = builder.icmp_signed("==", num_words, _i64(LANES))
+    has_all_words = builder.icmp_signed("==", num_words, i64(LANES))
 
     def arrange(most_rows):
         """Vectors of so many lanes, a power of two."""
         lanes = ir.Constant(simd.vector(I32, most_rows), list(range(most_rows)))
-        after = builder.add(target, builder.mul(stride, _i64(LANES - 1)))
+        after = builder.add(target, builder.mul(stride, i64(LANES - 1)))
         is_inside = builder.icmp_signed("<=", simd.offset(builder, after, most_rows * 4), end)
         with builder.if_else(builder.and_(has_all_words, is_inside), likely=True) as (whole, part):
             with whole:
@@ -152,7 +148,7 @@ def arrange_words(builder, source, source_stride, num_rows, num_words, target, e
                 of_rows = simd.lanes_below(builder, 0, num_rows, most_rows)
                 for w, (column, place) in enumerate(columns(most_rows, lanes, is_whole=False)):
                     is_inside = builder.icmp_signed("<=", simd.offset(builder, place, most_rows * 4), end)
-                    exists = builder.icmp_signed("<", _i64(w), num_words)
+                    exists = builder.icmp_signed("<", i64(w), num_words)
                     with builder.if_then(exists), builder.if_else(is_inside, likely=True) as (fits, ends):
                         with fits:
                             simd.store(builder, column, place)
@@ -163,15 +159,15 @@ def arrange_words(builder, source, source_stride, num_rows, num_words, target, e
         """Each column of the words, with its place."""
         rows = [undefined] * LANES
         for r in range(most_rows):
-            row = builder.select(builder.icmp_signed("<", _i64(r), num_rows), _i64(r), last)
+            row = builder.select(builder.icmp_signed("<", i64(r), num_rows), i64(r), last)
             at = builder.add(source, builder.mul(source_stride, row))
             rows[r] = simd.load(builder, at, _WORDS, 1) if is_whole else simd.masked_load(builder, at, of_words, I32, 1)
         return [
-            (builder.shuffle_vector(column, undefined, lanes), builder.add(target, builder.mul(stride, _i64(w))))
+            (builder.shuffle_vector(column, undefined, lanes), builder.add(target, builder.mul(stride, i64(w))))
             for w, column in enumerate(transposed(builder, rows))
         ]
 
-    with builder.if_else(builder.icmp_signed("<=", num_rows, _i64(few))) as (are_few, are_many):
+    with builder.if_else(builder.icmp_signed("<=", num_rows, i64(few))) as (are_few, are_many):
         with are_few:
             arrange(few)
         with are_many:
@@ -185,7 +181,7 @@ def _group(builder, source, stored, count):
     starts = range(0, GROUP, LANES)
     places = [simd.offset(builder, source, first * item_bytes) for first in starts]
     vectors = [cgutils.alloca_once(builder, simd.vector(F32)) for _ in starts]
-    with builder.if_else(builder.icmp_signed("==", count, _i64(GROUP))) as (full, part):
+    with builder.if_else(builder.icmp_signed("==", count, i64(GROUP))) as (full, part):
         with full:
             for place, variable in zip(places, vectors):
                 builder.store(simd.load_wide(builder, place, stored), variable)
@@ -329,7 +325,7 @@ def arrange_group(builder, source, source_stride, num_rows, words, adders, start
 def _rows(builder, source, stride, height, elements):
     """The vectors of so many floats of each row."""
     for r in range(height):
-        row = builder.add(source, builder.mul(stride, _i64(r)))
+        row = builder.add(source, builder.mul(stride, i64(r)))
         places = [simd.offset(builder, row, first * 4) for first in range(0, elements, LANES)]
         yield [simd.load(builder, place, simd.vector(F32), 4) for place in places]
 
@@ -500,7 +496,7 @@ def _columns(builder, address, stored, columns):
     element = F32 if stored == types.float32 else simd.I16
     item_bytes = stored.bitwidth // 8
     found = cgutils.alloca_once(builder, simd.vector(element))
-    with builder.if_else(builder.icmp_signed("==", columns, _i64(LANES))) as (full, part):
+    with builder.if_else(builder.icmp_signed("==", columns, i64(LANES))) as (full, part):
         with full:
             builder.store(simd.load(builder, address, simd.vector(element), item_bytes), found)
         with part:
@@ -520,12 +516,12 @@ def join_rows(builder, stored, packed, source, source_stride, depth, columns, in
     elements = 32 // packed.bitwidth
     mask = simd.lanes_below(builder, 0, columns)
     factor = simd.load(builder, inverses, simd.vector(F32), 4) if packed == types.uint8 else None
-    count = builder.sdiv(builder.add(depth, _i64(elements - 1)), _i64(elements))
-    last = builder.sub(depth, _i64(1))
+    count = builder.sdiv(builder.add(depth, i64(elements - 1)), i64(elements))
+    last = builder.sub(depth, i64(1))
     with cgutils.for_range(builder, count, intp=I64) as loop:
         joined = None
         for index in range(elements):
-            row = builder.add(builder.mul(loop.index, _i64(elements)), _i64(index))
+            row = builder.add(builder.mul(loop.index, i64(elements)), i64(index))
             exists = builder.icmp_signed("<", row, depth)
             row = builder.select(exists, row, last)
             at = builder.add(source, builder.mul(row, source_stride))
@@ -558,7 +554,7 @@ def round_pairs(builder, source, count, target):
         halves = [load(simd.offset(builder, source, first * 4), first) for first in (0, LANES)]
         simd.store(builder, dots.round_to_pairs(builder, *halves), target)
 
-    with builder.if_else(builder.icmp_signed(">=", count, _i64(2 * LANES)), likely=True) as (whole, part):
+    with builder.if_else(builder.icmp_signed(">=", count, i64(2 * LANES)), likely=True) as (whole, part):
         with whole:
             emit(lambda at, first: simd.load(builder, at, simd.vector(F32), 4))
         with part:

@@ -23,7 +23,7 @@ from numba_kernels.cpu.gemm.block_numbers import PART, is_signed, places_of_unit
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS, add_bytes, joined, short_words_of, start_of
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted
-from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
+from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64, i64
 from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.target import HAS_ADDERS, LANES
 
@@ -75,15 +75,15 @@ def block_of(stored: str) -> Block:
 def table_of(builder, block, block_at, group, number, half, v):
     """Scales (``number`` 0) or minima (1) of a vector of columns, for a group of X_GROUP elements of the block in the
     buffer at ``block_at``, or for one of its halves."""
-    index = builder.add(builder.mul(group, _i64(X_GROUP // block.group)), _i64(number * block.num_groups + half))
-    at = builder.add(block_at, builder.mul(index, _i64(_VECTOR_BYTES)))
+    index = builder.add(builder.mul(group, i64(X_GROUP // block.group)), i64(number * block.num_groups + half))
+    at = builder.add(block_at, builder.mul(index, i64(_VECTOR_BYTES)))
     return simd.load(builder, simd.offset(builder, at, v * unpacked_words(block) * _VECTOR_BYTES), _FLOATS, 4)
 
 
 def words_of_group(builder, block, block_at, group, word):
     """The address of a group's words from ``word`` on, of the first vector; others follow `unpacked_words` apart."""
     first = simd.offset(builder, block_at, (_first_word(block) + word) * _VECTOR_BYTES)
-    return builder.add(first, builder.mul(group, _i64(X_WORDS * _VECTOR_BYTES)))
+    return builder.add(first, builder.mul(group, i64(X_WORDS * _VECTOR_BYTES)))
 
 
 class UnpackedSums:
@@ -106,30 +106,30 @@ class UnpackedSums:
         memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
         memory.align = 64
         self.memory = builder.ptrtoint(memory, I64)
-        self.registers = {(r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places}
+        self.registers = {(r, v): builder.gep(memory, [i64(0), i64(v * self.height + r)]) for r, v in self.places}
 
     def accumulate(self, builder, tile):
         """Adds the tile's words of K."""
         block = self.block
-        num_blocks = builder.sdiv(tile.words, _i64(block.words))
+        num_blocks = builder.sdiv(tile.words, i64(block.words))
         groups = block.elements // X_GROUP
         group_bytes = group_row_words(block) * self.height * 4
         vector_bytes = unpacked_words(block) * _VECTOR_BYTES
-        ahead_step = builder.sdiv(builder.mul(tile.step, _i64(block.words)), _i64(groups * self.vectors))
+        ahead_step = builder.sdiv(builder.mul(tile.step, i64(block.words)), i64(groups * self.vectors))
         tile_bytes = block.words * PANEL_COLUMNS * 4 // 2  # that a tile prefetches at most, since there are two or more
         lines = -(-tile_bytes // (_LINE_BYTES * groups * self.vectors))
         with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
             for v in range(self.vectors):
-                vector_at = builder.add(tile.panel, builder.mul(loop.index, _i64(self.vectors * vector_bytes)))
+                vector_at = builder.add(tile.panel, builder.mul(loop.index, i64(self.vectors * vector_bytes)))
                 vector_at = simd.offset(builder, vector_at, v * vector_bytes)
                 with cgutils.for_range(builder, simd.not_unrolled(builder, groups), intp=I64) as each:
-                    number = builder.add(builder.mul(loop.index, _i64(groups)), each.index)
-                    ahead = builder.add(builder.mul(number, _i64(self.vectors)), _i64(v))
+                    number = builder.add(builder.mul(loop.index, i64(groups)), each.index)
+                    ahead = builder.add(builder.mul(number, i64(self.vectors)), i64(v))
                     ahead = builder.add(tile.ahead, builder.mul(ahead, ahead_step))
                     for line in range(lines):
-                        moved = builder.sdiv(builder.mul(ahead_step, _i64(line)), _i64(lines))
+                        moved = builder.sdiv(builder.mul(ahead_step, i64(line)), i64(lines))
                         simd.prefetch(builder, builder.add(ahead, moved))
-                    x_at = builder.add(tile.x, builder.mul(number, _i64(group_bytes)))
+                    x_at = builder.add(tile.x, builder.mul(number, i64(group_bytes)))
                     for rows in self.turns:
                         self._add_group(builder, vector_at, each.index, x_at, rows, v)
 
@@ -146,13 +146,13 @@ class UnpackedSums:
 
         def table(number, half):
             """A scale or a minimum, of each part of the vector."""
-            index = builder.add(builder.mul(group, _i64(halves)), _i64(number * block.num_groups + half))
-            at = builder.add(vector_at, builder.mul(index, _i64(_VECTOR_BYTES)))
+            index = builder.add(builder.mul(group, i64(halves)), i64(number * block.num_groups + half))
+            at = builder.add(vector_at, builder.mul(index, i64(_VECTOR_BYTES)))
             return [simd.load(builder, simd.offset(builder, at, part * PART * 4), _FLOATS, 4) for part in _PARTS]
 
         group_bytes = X_WORDS * _words_a_word(block) * _VECTOR_BYTES
         first = simd.offset(builder, vector_at, _first_word(block) * _VECTOR_BYTES)
-        first = builder.add(first, builder.mul(group, _i64(group_bytes)))
+        first = builder.add(first, builder.mul(group, i64(group_bytes)))
         sums = {}
         for half in range(halves):
             wholes = self._integers(builder, first, x_at, rows, half * words, words)
@@ -189,9 +189,9 @@ class UnpackedSums:
         for each in sums.values():
             builder.store(ir.Constant(kind, [0] * kind.count), each)
         with cgutils.for_range(builder, simd.not_unrolled(builder, words // step), intp=I64) as loop:
-            at = builder.add(builder.mul(loop.index, _i64(step)), _i64(start))
-            word_at = builder.add(first, builder.mul(at, _i64(_words_a_word(block) * _VECTOR_BYTES)))
-            x_word = builder.add(x_at, builder.mul(at, _i64(self.height * 4)))
+            at = builder.add(builder.mul(loop.index, i64(step)), i64(start))
+            word_at = builder.add(first, builder.mul(at, i64(_words_a_word(block) * _VECTOR_BYTES)))
+            x_word = builder.add(x_at, builder.mul(at, i64(self.height * 4)))
             shorts = {key: builder.load(each) if is_short else None for key, each in sums.items()}
             for word in range(step * _words_a_word(block)):
                 weights = [
@@ -228,20 +228,20 @@ class WideSums(UnpackedSums):
         block = self.block
         groups = block.elements // X_GROUP
         vector_bytes = unpacked_words(block) * _VECTOR_BYTES
-        num_groups = builder.mul(builder.sdiv(tile.words, _i64(block.words)), _i64(groups))
-        ahead_step = builder.sdiv(builder.mul(tile.step, _i64(block.words)), _i64(groups))
-        lines = builder.sdiv(builder.add(ahead_step, _i64(_LINE_BYTES - 1)), _i64(_LINE_BYTES))
-        words = builder.sdiv(tile.panel_stride, _i64(PANEL_COLUMNS * 4))  # of all K
-        next_tile = builder.mul(builder.sdiv(words, _i64(block.words)), _i64(groups * X_ROW_WORDS * self.height * 4))
+        num_groups = builder.mul(builder.sdiv(tile.words, i64(block.words)), i64(groups))
+        ahead_step = builder.sdiv(builder.mul(tile.step, i64(block.words)), i64(groups))
+        lines = builder.sdiv(builder.add(ahead_step, i64(_LINE_BYTES - 1)), i64(_LINE_BYTES))
+        words = builder.sdiv(tile.panel_stride, i64(PANEL_COLUMNS * 4))  # of all K
+        next_tile = builder.mul(builder.sdiv(words, i64(block.words)), i64(groups * X_ROW_WORDS * self.height * 4))
         with cgutils.for_range(builder, num_groups, intp=I64) as loop:
-            x_at = builder.add(tile.x, builder.mul(loop.index, _i64(X_ROW_WORDS * self.height * 4)))
+            x_at = builder.add(tile.x, builder.mul(loop.index, i64(X_ROW_WORDS * self.height * 4)))
             ahead = builder.add(tile.ahead, builder.mul(loop.index, ahead_step))
             with cgutils.for_range(builder, lines, intp=I64) as line:
-                simd.prefetch(builder, builder.add(ahead, builder.mul(line.index, _i64(_LINE_BYTES))))
+                simd.prefetch(builder, builder.add(ahead, builder.mul(line.index, i64(_LINE_BYTES))))
             for line in range(-(-X_ROW_WORDS * self.height * 4 // _LINE_BYTES)):
                 simd.prefetch(builder, simd.offset(builder, builder.add(x_at, next_tile), line * _LINE_BYTES))
-            number, group = builder.sdiv(loop.index, _i64(groups)), builder.srem(loop.index, _i64(groups))
-            block_at = builder.add(tile.panel, builder.mul(number, _i64(self.vectors * vector_bytes)))
+            number, group = builder.sdiv(loop.index, i64(groups)), builder.srem(loop.index, i64(groups))
+            block_at = builder.add(tile.panel, builder.mul(number, i64(self.vectors * vector_bytes)))
             self._add_wide_group(builder, block_at, vector_bytes, group, x_at)
 
     def _add_wide_group(self, builder, block_at, vector_bytes, group, x_at):
@@ -313,15 +313,15 @@ def unpack_blocks_of(stored):
     @emitted(types.void, *[types.intp] * 3)
     def unpack_blocks(builder, source, words, target):
         block = BLOCKS[stored]
-        num_blocks = builder.sdiv(words, _i64(block.words))
+        num_blocks = builder.sdiv(words, i64(block.words))
         with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
-            at = builder.add(source, builder.mul(loop.index, _i64(block.words * PANEL_COLUMNS * 4)))
-            to = builder.add(target, builder.mul(loop.index, _i64(unpacked_words(block) * PANEL_COLUMNS * 4)))
+            at = builder.add(source, builder.mul(loop.index, i64(block.words * PANEL_COLUMNS * 4)))
+            to = builder.add(target, builder.mul(loop.index, i64(unpacked_words(block) * PANEL_COLUMNS * 4)))
             with cgutils.for_range(builder, simd.not_unrolled(builder, TILE_VECTORS * len(_PARTS)), intp=I64) as part:
-                vector = builder.sdiv(part.index, _i64(len(_PARTS)))
-                inside = builder.mul(builder.srem(part.index, _i64(len(_PARTS))), _i64(PART * 4))
-                source_at = builder.add(at, builder.mul(vector, _i64(block.words * _VECTOR_BYTES)))
-                target_at = builder.add(to, builder.mul(vector, _i64(unpacked_words(block) * _VECTOR_BYTES)))
+                vector = builder.sdiv(part.index, i64(len(_PARTS)))
+                inside = builder.mul(builder.srem(part.index, i64(len(_PARTS))), i64(PART * 4))
+                source_at = builder.add(at, builder.mul(vector, i64(block.words * _VECTOR_BYTES)))
+                target_at = builder.add(to, builder.mul(vector, i64(unpacked_words(block) * _VECTOR_BYTES)))
                 _unpack(builder, block, builder.add(source_at, inside), builder.add(target_at, inside))
 
     return unpack_blocks
@@ -342,7 +342,7 @@ def _unpack(builder, block, at, target):
         moved = places_of_unit(builder, block, loop.index)
         unit_bytes = words_a_unit * _words_a_word(block) * _VECTOR_BYTES
         to = simd.offset(builder, target, _first_word(block) * _VECTOR_BYTES)
-        to = builder.add(to, builder.mul(loop.index, _i64(unit_bytes)))
+        to = builder.add(to, builder.mul(loop.index, i64(unit_bytes)))
         for word in range(words_a_unit):
             for operand in _operands(builder, block, weights_of(builder, block, at, moved, word * 4)):
                 simd.store(builder, operand, to)
@@ -356,7 +356,3 @@ def _operands(builder, block, word):
     pairs = builder.bitcast(word, _SHORTS)
     eight = simd.splat_constant(I16, 8, 2 * PART)
     return [builder.ashr(builder.shl(pairs, eight), eight), builder.ashr(pairs, eight)]
-
-
-def _i64(value):
-    return ir.Constant(I64, value)

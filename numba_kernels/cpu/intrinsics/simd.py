@@ -37,6 +37,10 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = LANES) -> ir.Val
     return builder.shuffle_vector(first, undefined, ir.Constant(vector(I32, lanes), [0] * lanes))
 
 
+def i64(value: int) -> ir.Constant:
+    return ir.Constant(I64, value)
+
+
 def offset(builder: ir.IRBuilder, address: ir.Value, size_bytes: int) -> ir.Value:
     """``address`` (an integer) moved by ``size_bytes``."""
     return builder.add(address, ir.Constant(I64, size_bytes))
