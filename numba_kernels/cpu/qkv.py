@@ -23,6 +23,7 @@ from numba import carray, njit
 from numba_kernels.cpu.gemm.packed_words import transpose_words
 from numba_kernels.cpu.intrinsics.scalars import store_f32
 from numba_kernels.cpu.quantised_rows import is_quantised, largest_number, store_row
+from numba_kernels.cpu.rows import rotate_halves
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at, int64_at
 from numba_kernels.cpu.target import LANES
 
@@ -46,9 +47,9 @@ def copy_floats(source, target):
         target[i] = source[i]
 
 
-@njit(nogil=True)
+@njit(nogil=True, fastmath={"reassoc"})
 def norm_scale(source, eps):
-    """RMSNorm's factor of ``source``."""
+    """RMSNorm's factor of ``source``, whose squares LLVM adds up in lanes."""
     total = np.float32(0.0)
     for i in range(source.shape[0]):
         total += source[i] * source[i]
@@ -97,10 +98,7 @@ def rotate(target, cos, sin, rotary, distance, interleaved):
             target[2 * i] = even * cos[i] - odd * sin[i]
             target[2 * i + 1] = odd * cos[i] + even * sin[i]
     else:
-        for i in range(half):
-            low, high = target[i], target[distance + i]
-            target[i] = low * cos[i] - high * sin[i]
-            target[distance + i] = high * cos[i] + low * sin[i]
+        rotate_halves(address(target), address(cos), address(sin), half, distance)
 
 
 @njit(nogil=True)

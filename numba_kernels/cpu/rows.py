@@ -1,4 +1,4 @@
-"""Rows of floats as whole vectors: the loop over one, and the reductions that sampling and log probabilities need."""
+"""Rows of floats as whole vectors: the loop over one, and what rotations, sampling and log probabilities need."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def scale_floats(builder, source, target, count, factor):
     for_each_vector(builder, count, piece)
 
 
+@emitted(types.void, *[types.intp] * 5)
+def rotate_halves(builder, row, cos, sin, half, distance):
+    """Rotates ``half`` floats at the address ``row`` and those ``distance`` floats after them by the angles whose
+    cosines and sines lie at these addresses."""
+    behind = builder.add(row, builder.mul(distance, ir.Constant(I64, 4)))
+
+    def piece(place, mask):
+        starts = [builder.add(start, place) for start in (row, behind, cos, sin)]
+        low, high, c, s = (simd.masked_load(builder, start, mask) for start in starts)
+        lower = builder.fsub(builder.fmul(low, c), builder.fmul(high, s))
+        upper = builder.fadd(builder.fmul(high, c), builder.fmul(low, s))
+        for start, value in zip(starts, (lower, upper)):
+            simd.masked_store(builder, value, start, mask)
+
+    for_each_vector(builder, half, piece)
+
+
 @emitted(types.float32, types.intp, types.intp)
 def largest_of(builder, x, count):
     """The largest of ``count`` floats at the address ``x``: NaN if one is NaN or +inf, -inf if there are none."""
@@ -55,11 +72,7 @@ def largest_of(builder, x, count):
 
     for_each_vector(builder, count, piece)
     largest = simd.reduce_max(builder, builder.load(peak))
-    lanes = builder.load(bad)
-    any_bad = ir.Constant(simd.I32, 0)
-    for lane in range(LANES):
-        any_bad = builder.or_(any_bad, builder.extract_element(lanes, ir.Constant(simd.I32, lane)))
-    is_bad = builder.icmp_signed("!=", any_bad, ir.Constant(simd.I32, 0))
+    is_bad = builder.icmp_signed("!=", simd.fold(builder, builder.load(bad), builder.or_), ir.Constant(simd.I32, 0))
     return builder.select(is_bad, ir.Constant(F32, float("nan")), largest)
 
 
