@@ -9,7 +9,7 @@ The first layer's attention reads x itself. Layers with a window have rotations 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from models.base import Architecture
@@ -21,6 +21,7 @@ from models.layer_norm import LayerNormDecoder, LayerNormLayer
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import AdaptedRows, Batch
+from runtime.errors import InvalidArgumentError
 from runtime.tensor.tensor import Tensor
 
 _ACTIVATIONS = {**GELU_NAMES, **SILU_NAMES}
@@ -44,7 +45,7 @@ class ModernBertDecoder(LayerNormDecoder):
         super().__init__(config, maker)
         if maker.is_first:
             self.embedding_norm = self.make_norm("embeddings.norm", maker.under(self.root))
-        if maker.is_last:
+        if maker.is_last and self.generates:
             head, hidden = maker.under("lm_head"), config.hidden_size
             self.dense = head.linear("dense", outputs=hidden, inputs=hidden, has_bias=config.dense_bias)
             self.dense_norm = self.make_norm("norm", head)
@@ -66,6 +67,15 @@ class ModernBertDecoder(LayerNormDecoder):
         name = self.config.dense_activation
         x = ops.silu(x, out=x) if name == "silu" else ops.gelu(x, cast(Literal["erf", "tanh", "sigmoid"], name), out=x)
         return super().compute_logits(self.dense_norm(x), adapters)
+
+
+class HeadlessModernBertDecoder(ModernBertDecoder):
+    """Hidden states alone: the token table by itself would be no head."""
+
+    generates = False
+
+    def compute_logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        raise InvalidArgumentError(f"{self.config.architecture} has no logits of tokens")
 
 
 class ModernBertMlp:
@@ -114,6 +124,11 @@ def read_modernbert_decoder(fields: Fields) -> ModernBertDecoderConfig:
     )  # fmt: skip
 
 
+def _read_headless(fields: Fields) -> ModernBertDecoderConfig:
+    return replace(read_modernbert_decoder(fields), tie_word_embeddings=True, head_bias=False)
+
+
 ARCHITECTURES = (
     Architecture("ModernBertDecoderForCausalLM", "modernbert-decoder", read_modernbert_decoder, ModernBertDecoder),
+    Architecture("ModernBertDecoderModel", "modernbert-decoder", _read_headless, HeadlessModernBertDecoder),
 )

@@ -124,6 +124,25 @@ def test_a_model_that_was_saved_without_its_head(tmp_path: Path, golden: Golden,
     np.testing.assert_array_equal(logits_of(load_model(folder), IDS), logits_of(load_model(tied), IDS))
 
 
+def test_modernberts_decoder_without_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head is more than the embedding: without it, it has hidden states alone."""
+    golden = load_golden("modernbert_decoder_odd")
+    whole, folder = load_model(write_model(tmp_path / "whole", golden)), write_model(tmp_path / "bare", golden)
+    bare = {
+        key.removeprefix("model."): array
+        for key, array in golden_tensors(golden).items()
+        if not key.startswith(("lm_head.", "decoder."))
+    }
+    write_safetensors(folder / "model.safetensors", bare)
+    change_config(folder, architectures=["ModernBertDecoderModel"])
+    model, ids = load_model(folder), golden.prompt_ids
+    with pytest.raises(InvalidArgumentError, match="ModernBertDecoderModel has no logits"):
+        logits_of(model, ids)
+    assert not model.generates
+    monkeypatch.setattr(model, "compute_logits", whole.compute_logits)
+    np.testing.assert_array_equal(logits_of(model, ids), logits_of(whole, ids))
+
+
 def test_each_dtype_halves_or_doubles_the_bytes(tmp_path: Path) -> None:
     write_model(tmp_path, LLAMA)
     sizes = {dtype: load_model(tmp_path, dtype=dtype).weight_bytes for dtype in ("auto", "float32", "bf16", "float16")}
