@@ -94,10 +94,10 @@ class RayEngines:
             if isinstance(error, (ray.exceptions.RayError, TimeoutError)):
                 raise RayError(f"Ray could not start engine {engine}: {_first_line(error)}") from error
             raise
+        if start.transfer is not None:
+            node, _ = ray.get(actors[0].place.remote(), timeout=START_TIMEOUT_S)
+            start = msgspec.structs.replace(start, transfer=msgspec.structs.replace(start.transfer, host=node))
         if num_parts == 1:
-            if start.transfer is not None:
-                node, _ = ray.get(actors[0].place.remote(), timeout=START_TIMEOUT_S)
-                start = msgspec.structs.replace(start, transfer=msgspec.structs.replace(start.transfer, host=node))
             if has_gpus:  # Ray makes only its own visible to the process
                 start = msgspec.structs.replace(start, config=replace(start.config, device="cuda"))
             else:

@@ -22,6 +22,7 @@ from runtime.engine.config import EngineConfig
 from runtime.engine.make_client import start_client
 from runtime.engine.messages import EngineRequest
 from runtime.engine.process.child import Supervision
+from runtime.engine.process.client import EngineClient
 from runtime.engine.process.wire import Start
 from runtime.engine.sampling_params import SamplingParams
 from runtime.parallel.fleet import Fleet
@@ -286,26 +287,84 @@ def engines_here() -> list[int]:
     return found
 
 
+SPLITS: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+
+
 @pytest.mark.exhaustive
-def test_engines_with_roles_hand_over_by_tcp(cluster: Any) -> None:
-    """Each on a node of its own; the answers are those of one engine."""
-    params = [SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1, seed=i) for i in range(4)]
-    asked = [EngineRequest(request_id=f"r{i}", prompt_token_ids=[*range(60)], params=params[i]) for i in range(4)]
-    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "max_model_len": 256}
-    config = EngineConfig(prefill_engines=1, decode_engines=1, distributed_executor_backend="ray", **settings)
-    places = RayEngines(config, cluster.address)
-    said: list[Any] = []
-    fleet = HandingFleet(
-        places=places, prefill_engines=1, decode_engines=1, distributed_executor_backend="ray", **settings
-    )
-    with closing(fleet), closing(start_client(**settings)) as one:
-        for client in (fleet, one):
-            sinks = [Sink() for _ in asked]
-            for each, sink in zip(asked, sinks):
-                client.submit(each, sink)
-            said.append([(sink.token_ids(), [output.logprobs for output in sink.wait()]) for sink in sinks])
-        assert said[0] == said[1]
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_engines_with_roles_hand_over_by_tcp(cluster: Any, split: dict[str, Any]) -> None:
+    """Each on a node of its own, with its ranks; the answers are those of one engine of as many ranks, also if an
+    actor, and then a rank, is killed."""
+    settings: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "max_model_len": 256, **split}
+    nodes = [cluster.add_node(num_cpus=2, object_store_memory=80 << 20) for _ in range(2 if split else 0)]
+    try:
+        hands_over_as_one(cluster, [*range(60)], settings)
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+def test_ranks_on_nodes_of_their_own_hand_over(cluster: Any) -> None:
+    """As those of GPUs: an actor a rank, on four nodes."""
+    settings: dict[str, Any] = {
+        "device": "emulated:sm_90a", "max_model_len": 64, "num_blocks": 32, "exact": True, "tensor_parallel_size": 2,
+    }  # fmt: skip
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
+    try:
+        hands_over_as_one(cluster, [*range(20)], settings)
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+
+
+def hands_over_as_one(cluster: Any, prompt_ids: list[int], settings: dict[str, Any]) -> None:
+    """Engines with roles answer as one without, before and after kills."""
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1, seed=i) for i in range(4)]
+    asked = [EngineRequest(request_id=f"r{i}", prompt_token_ids=prompt_ids, params=params[i]) for i in range(4)]
+    roles: dict[str, Any] = {"prefill_engines": 1, "decode_engines": 1, "distributed_executor_backend": "ray"}
+    places = RayEngines(EngineConfig(**roles, **settings), cluster.address)
+    supervision = Supervision(first_delay_s=0.05, healthy_s=0.0)
+    fleet = HandingFleet(places=places, supervision=supervision, **roles, **settings)
+
+    def begin(client: EngineClient) -> list[Sink]:
+        sinks = [Sink() for _ in asked]
+        for each, sink in zip(asked, sinks):
+            client.submit(each, sink)
+        return sinks
+
+    def said(sinks: list[Sink]) -> list[Any]:
+        return [
+            (sink.token_ids(), [pair for output in sink.wait() for pair in output.logprobs or ()]) for sink in sinks
+        ]
+
+    with closing(fleet):
+        with closing(start_client(**settings)) as one:
+            known = said(begin(one))
+        assert said(begin(fleet)) == known
         assert fleet.routing.num_handed_over == 4
+        wait_until(lambda: fleet.stats().num_arrived + fleet.stats().num_lost_transfers == 4)
         assert fleet.stats().num_arrived > 0
-        assert fleet.stats().num_arrived + fleet.stats().num_lost_transfers == 4
-        assert all(address.startswith(("tcp:", "unix:")) for address in fleet.info.transfer_addresses)
+        node = ray.util.get_node_ip_address()
+        assert [each for each in fleet.info.transfer_addresses if each.startswith(f"tcp:{node}:")]
+        for engine in (1, 0):
+            client = fleet.engines[engine]
+            before = client.pid
+            sinks = begin(fleet)
+            assert all(sink.started.wait(TIMEOUT_S) for sink in sinks)
+            process: Any = client._supervisor.process
+            if engine == 1:
+                ray.kill(process._actors[0])
+            else:  # a rank, or the engine if it is alone
+                ranks = rank_processes() if len(process._actors) > 1 else _ranks_of(before)
+                psutil.Process(ranks[0] if ranks else before).kill()
+            assert said(sinks) == known
+            wait_until(lambda: all(each.state == "ready" for each in fleet.engines))
+        wait_until(lambda: fleet.stats().num_open_transfers == 0)
+        for client in fleet.engines:
+            wait_until(lambda client=client: client.stats().num_free_blocks == client.stats().num_blocks)
+
+
+def _ranks_of(engine: int | None) -> list[int]:
+    return [each.pid for each in psutil.Process(engine).children()]
