@@ -25,7 +25,8 @@ class LinearDeclaration:
     `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
     `is_segmented`: ranks add up K in the order of `numba_kernels.split_k`. `norm` is applied to its inputs. `kernel`
         is the stored shape of a convolution's inputs. `floats` are the names of those that are not quantised.
-    `bias_of` is the name of the map whose bias it has, if that is stored as another map's.
+    `bias_of` is the name of the map whose bias it has, if that is stored as another map's. `rounds_x`: its product
+        rounds x to bytes.
     """
 
     names: tuple[str, ...]
@@ -41,6 +42,7 @@ class LinearDeclaration:
     kernel: tuple[int, ...] = ()
     floats: frozenset[str] = frozenset()
     bias_of: str = ""
+    rounds_x: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.names) in (1, len(self.rows)), f"{self.names} cannot be stored as {self.rows}"

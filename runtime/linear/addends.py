@@ -92,6 +92,10 @@ class DeclaredMap(Protocol):
     def is_segmented(self) -> bool:
         """Whether ranks add the whole addend of all columns, instead of their parts."""
 
+    @property
+    def rounds_x(self) -> bool:
+        """Whether its product rounds x to bytes."""
+
 
 class AddendSource(Protocol):
     """The addends of a model, asked once for each map that takes them."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from runtime import ops
 from runtime.batch import AdaptedRows, Batch
-from runtime.dtype import NDArray
+from runtime.dtype import NDArray, bfloat16
 from runtime.errors import InvalidArgumentError
 from runtime.later import later
 from runtime.linear.adapter_pairs import Change, Pair, Rows, parts_of
@@ -43,12 +44,14 @@ class LowRankMap:
             self.shape = self.shape[0], next(inputs for _, (_, inputs) in declared.whole_maps)
             self.parts = [part._replace(columns=slice(None)) for part in self.parts]
         self.num_slots, self.rank, self.is_late = num_slots, rank, is_late
-        self.adds_bias = declared.adds_unsplit
+        self.adds_bias, self.rounds_x = declared.adds_unsplit, declared.rounds_x
         self._slots: Slots | None = None
         self._options: LoadOptions | None = None
 
     def allocate(self, options: LoadOptions) -> None:
-        """Makes the slots, all zeros, of the options' type."""
+        """Makes the slots, all zeros, of the options' type; in bfloat16 if the map's product rounds more than that."""
+        if self.rounds_x:
+            options = replace(options, dtype=bfloat16)
         self._slots, self._options = None, options
         if not self.is_late:
             self._make()

@@ -46,7 +46,7 @@ from numba_kernels.cpu.gemm.block_numbers import is_signed
 from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_in_rows, x_words
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
-from numba_kernels.cpu.gemm.low_rank import EXPAND, MOST_LINES, SHRINK, Riding, call_expand, call_shrink, prefetch_line
+from numba_kernels.cpu.gemm.low_rank import EXPAND, SHRINK, Riding, call_expand, call_shrink
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.gemm.unpacked_blocks import (
     PREFIX,
@@ -80,7 +80,7 @@ UNPACKED_ELEMENTS = 512  # of K that are unpacked at once with vpdpbusd: 24 KB o
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
-_EXPANDED_VALUES = 12288  # of low-rank sums that are made at a time, about
+_EXPANDED_VALUES = 24576  # of low-rank sums that are made at a time, about
 _LONE_EXPANDED_VALUES = 8192  # the same of a lone tile, which stay in the first-level cache
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
@@ -331,10 +331,6 @@ def product_parts(stored: Any) -> ProductParts:
         expanding = max(1, _EXPANDED_VALUES // (rows * PANEL_COLUMNS))
         if is_lone:
             expanding = max(at_once[rows], _LONE_EXPANDED_VALUES // (rows * PANEL_COLUMNS))
-        lines_left, lines_a_tile = 0, 0
-        lines = np.empty(0 if is_lone or a.low_rank == 0 else 1 + MOST_LINES, np.int64)  # what is prefetched
-        if lines.size:
-            lines[0] = 0
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
@@ -344,16 +340,13 @@ def product_parts(stored: Any) -> ProductParts:
             if a.low_rank != 0:
                 target = a.out + (first_row * a.out_width + column) * 4
                 if panel + panels > expanded:
-                    begun, expanded = panel, min(last_panel, panel + expanding)
-                    made = min((expanded - begun) * PANEL_COLUMNS, a.width - column)
+                    expanded = min(last_panel, panel + expanding)
+                    made = min((expanded - panel) * PANEL_COLUMNS, a.width - column)
                     expand = int64_at(a.low_rank + EXPAND, 1)[0]
                     has_sums = call_expand(
                         expand, a.low_rank, column, made, first_row, rows, residual, a.out_width * 4, target,
-                        a.out_width * 4, 0 if is_lone else address(lines),
+                        a.out_width * 4,
                     )  # fmt: skip
-                    if not is_lone:
-                        lines_left = lines[0]
-                        lines_a_tile = 1 + lines_left // ((expanded - begun) * num_blocks * (last_tile - first_tile))
                 residual = target if has_sums else residual
             for segment in range(a.num_segments + is_cut):
                 is_end = segment == a.num_segments  # all are added up: the last turn
@@ -381,12 +374,9 @@ def product_parts(stored: Any) -> ProductParts:
                         tile, row = first_tile, first_row
                         while tile < last_tile:
                             height = _first_row(a, tile + 1) - row
-                            # Tiles of one height make one call, unless they are AMX's, or lines are prefetched between.
-                            is_alone = (has_amx and is_wide) or lines_left > 0
+                            # Tiles of one height make one call, unless they are AMX's.
+                            is_alone = has_amx and is_wide
                             num_tiles = 1 if is_alone else min(_end_of_height(a, tile), last_tile) - tile
-                            for _ in range(min(lines_a_tile, lines_left)):
-                                prefetch_line(lines[lines_left])
-                                lines_left -= 1
                             words_at = start if are_rows else start // span * x_span_words * height
                             arguments = (
                                 a.operands + row * row_bytes + words_at * 4,

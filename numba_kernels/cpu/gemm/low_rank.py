@@ -4,7 +4,7 @@ A launch of `linear_kernel` is given a block of `FIELDS`. Some of its first work
 num_parts * stride]`` with ``down x``, rows sorted by adapter. The others, before they multiply some panels, *expand*:
 they write the residual and the sums of these columns to ``out``, which is then the panels' residual. So rows of any
 adapters cost no launch, and an adapter's numbers are read once. Many adapters are many short streams, which no hardware
-prefetches: the tiles fetch lines of the next panels' ``up`` one by one between their own.
+prefetches: expanding fetches a few tiles of ``up`` ahead.
 
 A map that a model has joined (queries, keys and values) has a pair for each of its parts. An adapter's numbers lie in
 the order in which they are read, and only those of its own rank are:
@@ -54,10 +54,9 @@ _SHRUNK_ROWS = 3 if _HAS_MANY_REGISTERS else 1  # rows that meet them at a time,
 _EXPANDED_ROWS = 8 if _HAS_MANY_REGISTERS else 4
 _SHARED_ROWS = 24  # of a unit of shrinking: they stay in the second-level cache for all groups
 _AHEAD_BYTES = 4096  # how far a pass over `down` prefetches
-_TILES_AHEAD = 3  # how far ahead a tile prefetches `up`, if it was not listed
+_TILES_AHEAD = 3  # how far ahead a tile prefetches `up`
 _LINE = 64
 _VOID = ir.VoidType()
-MOST_LINES = 2048  # the most cache lines that `Functions.expand` lists
 
 FIELDS = Fields(
     "shrink expand *x *between *slots *parts *starts *active *tokens depth x_stride first_row "
@@ -168,27 +167,27 @@ def _sum_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return total
 
 
-@emitted(types.void, KIND, *[types.intp] * 15)
+@emitted(types.void, KIND, *[types.intp] * 14)
 def _expand_tile(
     builder, stored, height, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
-    tokens, bias, low, high, ahead,
+    tokens, bias, low, high,
 ):  # fmt: skip
     """Writes ``height`` rows of ``out``, an address at the first block's first column, whose int32 numbers are at
     ``tokens``: the same rows of ``residual`` (0 = none) and their sums of TILE_VECTORS blocks of ``up``. Only columns
     from ``low`` to ``high`` are touched, counted from the first block's first one; ``bias`` (0 = none) begins there,
-    too. ``up`` is prefetched ``ahead`` bytes ahead (0 = not)."""
+    too. ``up`` is prefetched _TILES_AHEAD tiles ahead."""
     simd.for_each_of(
         builder, height, range(1, _EXPANDED_ROWS + 1),
         lambda each: _emit_expand(
             builder, each, stored, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
-            tokens, bias, low, high, ahead,
+            tokens, bias, low, high,
         ),
     )  # fmt: skip
 
 
 def _emit_expand(
     builder, height, stored, between, stride, up, block_bytes, words, residual, residual_stride, out, out_stride,
-    tokens, bias, low, high, ahead,
+    tokens, bias, low, high,
 ):  # fmt: skip
     has_pairs = _has_pairs(stored)
     lane_bytes = LANES * (4 if has_pairs else stored.bitwidth // 8)
@@ -198,13 +197,12 @@ def _emit_expand(
     for register in sums.values():
         builder.store(simd.splat_constant(F32, 0.0), register)
     blocks = [builder.add(up, builder.mul(block_bytes, i64(v))) for v in range(TILE_VECTORS)]
-    fetches = builder.icmp_signed("!=", ahead, i64(0))
+    ahead = builder.mul(block_bytes, i64(_TILES_AHEAD * TILE_VECTORS))
     with cgutils.for_range(builder, words, intp=I64) as loop:
         column = builder.mul(loop.index, i64(lane_bytes))
         weights = [_load_words(builder, builder.add(block, column), stored) for block in blocks]
-        with builder.if_then(fetches):
-            for block in blocks:
-                simd.prefetch(builder, builder.add(builder.add(block, column), ahead), is_near=True)
+        for block in blocks:
+            simd.prefetch(builder, builder.add(builder.add(block, column), ahead), is_near=True)
         at = builder.add(between, builder.mul(loop.index, i64(4)))
         for r in range(height):
             place = builder.add(at, builder.mul(stride, i64(r)))
@@ -257,12 +255,12 @@ def call_shrink(builder, function, block, work_item):
     _call(builder, function, block, work_item)
 
 
-@emitted(types.intp, *[types.intp] * 11)
+@emitted(types.intp, *[types.intp] * 10)
 def call_expand(
-    builder, function, block, first_column, columns, first_row, rows, residual, residual_stride, out, out_stride, lines
+    builder, function, block, first_column, columns, first_row, rows, residual, residual_stride, out, out_stride
 ):  # fmt: skip
     """Calls `Functions.expand`."""
-    places = residual, residual_stride, out, out_stride, lines
+    places = residual, residual_stride, out, out_stride
     return _call(builder, function, block, first_column, columns, first_row, rows, *places, result=I64)
 
 
@@ -272,12 +270,6 @@ def _call(
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(result, [pointer, *(value.type for value in values)])
     return builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.inttoptr(block, pointer), *values])
-
-
-@emitted(types.void, types.intp)
-def prefetch_line(builder, address):
-    """Prefetches the line."""
-    simd.prefetch(builder, address, is_near=True)
 
 
 @njit(nogil=True)
@@ -295,10 +287,8 @@ def _copy(residual, stride, out, out_stride, columns, rows):
 
 class Functions(NamedTuple):
     """The kernel ``shrink(block, work item)``, and the address of ``expand(block, first column, columns, first row,
-    rows, residual, its stride, out, its stride, lines)``, of columns and rows of the product. It writes the residual
-    (0 = none) and the sums to ``out``, or returns 0 if no row has sums; both addresses are at the first column and row.
-    If ``lines`` is not 0, it leaves a count there and as many addresses, at most MOST_LINES: what it will read for as
-    many columns more. If the count there is above 0 before, these columns are in the list, and no tile prefetches."""
+    rows, residual, its stride, out, its stride)``, of columns and rows of the product. It writes the residual (0 =
+    none) and the sums to ``out``, or returns 0 if no row has sums; both addresses are at the first column and row."""
 
     shrink: Kernel
     expand: int
@@ -344,8 +334,9 @@ def functions_of(stored: Any) -> Functions:
                             is_rounded = True
                         column = part * a.stride + group * GROUP
                         down = slots[slot * fields] + column // GROUP * group_bytes
-                        for row in range(first, last, _SHRUNK_ROWS):
-                            height = min(_SHRUNK_ROWS, last - row)
+                        row = first
+                        while row < last:  # tiles of about one height: low ones wait for their own sums
+                            height = -(-(last - row) // -(-(last - row) // _SHRUNK_ROWS))
                             x, stride = a.x, a.x_stride * 4
                             if has_pairs:
                                 x, stride = rounded + (row - first) * row_bytes, row_bytes
@@ -354,6 +345,7 @@ def functions_of(stored: Any) -> Functions:
                                 stored, height, x, stride, a.tokens + row * 4, down, a.depth, at,
                                 ranks * between_bytes,
                             )  # fmt: skip
+                            row += height
 
     @njit(nogil=True)
     @name_by_content
@@ -393,22 +385,7 @@ def functions_of(stored: Any) -> Functions:
                 num_whole += last - first
         return is_any, num_whole == rows
 
-    @njit(nogil=True)
-    @name_by_content
-    def list_lines(lines, count, start, size_bytes):
-        """Adds the addresses of the lines of so many bytes to the list, as many as it has room for."""
-        made = int64_at(lines, 1 + MOST_LINES)
-        for at in range(start, start + size_bytes, _LINE):
-            if count == MOST_LINES:
-                break
-            count += 1
-            made[count] = at
-        made[0] = count
-        return count
-
-    def expand(
-        arguments, first_column, columns, first_row, rows, residual, residual_stride, out, out_stride, lines
-    ):  # fmt: skip
+    def expand(arguments, first_column, columns, first_row, rows, residual, residual_stride, out, out_stride):
         a = carray(arguments, 1)[0]
         fields, ranks = 3 + a.num_parts, a.num_parts * a.stride
         active, slots = int32_at(a.active, a.num_active), int64_at(a.slots, a.num_slots * fields)
@@ -417,14 +394,11 @@ def functions_of(stored: Any) -> Functions:
         first_column += a.first_column
         first_row += a.first_row
         is_any, is_all = written(a, first_column, columns, first_row, rows)
-        is_listed = lines != 0 and int64_at(lines, 1)[0] > 0
-        if lines != 0:
-            int64_at(lines, 1)[0] = 0
         if not is_any:
             return 0
         if not is_all and residual != out:
             _copy(residual, residual_stride, out, out_stride, columns, rows)
-        out, count = out - first_row * out_stride - first_column * 4, 0
+        out -= first_row * out_stride + first_column * 4
         if residual != 0:
             residual -= first_row * residual_stride + first_column * 4
         for number in range(a.num_active):
@@ -442,7 +416,6 @@ def functions_of(stored: Any) -> Functions:
                 if begin >= end or (own == 0 and bias == 0):
                     continue
                 words = -(-own // a_word)
-                ahead = 0 if is_listed else _TILES_AHEAD * TILE_VECTORS * block_bytes
                 block = (begin - parts[3 * part]) // LANES
                 at = slots[slot * fields + 1] + (parts[3 * part + 2] + block) * block_bytes
                 column = parts[3 * part] + block * LANES
@@ -454,17 +427,14 @@ def functions_of(stored: Any) -> Functions:
                         _expand_tile(
                             stored, height, between, ranks * between_bytes, at, block_bytes, words,
                             residual + column * 4 if residual != 0 else 0, residual_stride, out + column * 4,
-                            out_stride, a.tokens + row * 4, added, begin - column, end - column, ahead,
+                            out_stride, a.tokens + row * 4, added, begin - column, end - column,
                         )  # fmt: skip
                     at += TILE_VECTORS * block_bytes
                     column += PANEL_COLUMNS
-                if lines != 0:
-                    size = -(-(end - begin) // LANES) * words * LANES * word_bytes
-                    count = list_lines(lines, count, at, size)
         return 1
 
     record, index = types.CPointer(from_dtype(FIELDS.record)), types.intp
-    expanding = CFunction(index(record, *[index] * 9), expand, CODE_FOLDER, error_model="numpy")
+    expanding = CFunction(index(record, *[index] * 8), expand, CODE_FOLDER, error_model="numpy")
     return Functions(Kernel(shrink, FIELDS), expanding.address)
 
 
@@ -480,7 +450,7 @@ def add_kernel() -> Kernel:
         expand, stride = int64_at(a.low_rank + EXPAND, 1)[0], a.width * 4
         residual = a.residual + first * 4 if a.residual != 0 else 0
         at = a.out + first * 4
-        if not call_expand(expand, a.low_rank, first, columns, 0, a.num_rows, residual, stride, at, stride, 0):
+        if not call_expand(expand, a.low_rank, first, columns, 0, a.num_rows, residual, stride, at, stride):
             _copy(residual, stride, at, stride, columns, a.num_rows)
 
     return Kernel(add, Fields("*low_rank *residual *out num_rows width columns_a_work_item"))

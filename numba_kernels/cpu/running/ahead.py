@@ -72,7 +72,8 @@ def kernels_of(
     if formats:
         yield embedding.take_columns_kernel, ()  # of matrices whose columns have another order
     if has_adapters:
-        yield low_rank.functions_of, (kind,)
+        for kept in {kind, np.uint16} if is_int8 or formats else {kind}:  # see `runtime.linear.low_rank.LowRankMap`
+            yield low_rank.functions_of, (kept,)
         yield _experts.group_kernel, ()
     if has_experts:
         for kept in (matrices, *in_blocks):

@@ -145,13 +145,21 @@ class Batch:
         self._api.llama_batch_free(self.batch)
 
 
+def _groups(adapters: Sequence[int | None]) -> dict[int | None, list[int]]:
+    """The numbers of the sequences of each adapter."""
+    found: dict[int | None, list[int]] = {}
+    for number, adapter in enumerate(adapters):
+        found.setdefault(adapter, []).append(number)
+    return found
+
+
 class Peer:
     """One loaded model and its requests."""
 
     def __init__(self) -> None:
         self.api: Any = None
         self.model: Any = None
-        self.context: Any = None
+        self.contexts: list[Any] = []
         self.context_key: tuple[Any, ...] | None = None
         self.threads = 0
         self.vocab_size = 0
@@ -192,13 +200,15 @@ class Peer:
             "variants": EMBED_VARIANTS if task == "embed" else VARIANTS,
         }
 
-    def _open(self, num_sequences: int, length: int, variant: str, batch_tokens: int, embeds: bool = False) -> Any:
-        """A context with an empty cache for so many sequences of `length` tokens, or one that embeds."""
+    def _open(
+        self, num_sequences: int, length: int, variant: str, batch_tokens: int, embeds: bool = False, count: int = 1
+    ) -> list[Any]:
+        """`count` contexts with empty caches, each for so many sequences of `length` tokens, or contexts that embed."""
         api = self.api
-        key = (num_sequences, length, variant, batch_tokens, embeds)
+        key = (num_sequences, length, variant, batch_tokens, embeds, count)
         if key != self.context_key:
-            if self.context:
-                api.llama_free(self.context)
+            for context in self.contexts:
+                api.llama_free(context)
             attention, ubatch = variant.split("-")
             params = api.llama_context_default_params()
             params.n_ctx = num_sequences * 256 * math.ceil(length / 256)
@@ -216,18 +226,17 @@ class Peer:
                 params.flash_attn_type = int(is_flash)  # of -1 (auto), 0 and 1
             else:
                 params.flash_attn = is_flash
-            self.context, self.context_key = api.llama_init_from_model(self.model, params), key
-            if not self.context:
+            self.contexts, self.context_key = [api.llama_init_from_model(self.model, params) for _ in range(count)], key
+            if not all(self.contexts):
                 raise RuntimeError(f"llama.cpp makes no context for {key}")
         if not embeds:
-            api.llama_memory_clear(api.llama_get_memory(self.context), True)
-        return self.context
+            for context in self.contexts:
+                api.llama_memory_clear(api.llama_get_memory(context), True)
+        return self.contexts
 
-    def _adapt(self, context: Any, adapters: Sequence[int | None]) -> None:
+    def _adapt(self, context: Any, adapter: int | None) -> None:
         """All sequences of the context take the adapter; it has no others."""
-        if len(set(adapters)) > 1:
-            raise ValueError("a context of llama.cpp has the same adapters for all its sequences")
-        given = [self.adapters[each] for each in set(adapters) if each is not None]
+        given = [] if adapter is None else [self.adapters[adapter]]
         array, scales = (self.api.llama_adapter_lora_p_ctypes * 1)(*given), (ctypes.c_float * 1)(1.0)
         if self.api.llama_set_adapters_lora(context, array, len(given), scales) != 0:
             raise RuntimeError("llama.cpp does not take the adapter")
@@ -242,9 +251,9 @@ class Peer:
 
     def logits(self, token_ids: list[int], path: str, adapter: int | None = None) -> dict[str, Any]:
         count = len(token_ids)
-        context = self._open(1, count, VARIANTS[0], count)
+        [context] = self._open(1, count, VARIANTS[0], count)
         if self.adapters:
-            self._adapt(context, [adapter])
+            self._adapt(context, adapter)
         batch = Batch(self.api, [0] * count, [True] * count)
         batch.token[:], batch.position[:] = token_ids, range(count)
         np.save(path, self._decode(context, batch, count))
@@ -254,29 +263,41 @@ class Peer:
     def generate(
         self, prompts: list[list[int]], new_tokens: int, variant: str, adapters: Sequence[int] = ()
     ) -> dict[str, Any]:
-        """Greedy tokens; `prefill_s` until the first token of every prompt, `decode_s` for the others."""
-        count, length = len(prompts), len(prompts[0])
-        context = self._open(count, length + new_tokens, variant, count * length)
-        if self.adapters:
-            self._adapt(context, adapters)
-        sequences = [sequence for sequence in range(count) for _ in range(length)]
-        first_batch = Batch(self.api, sequences, [place == length - 1 for _ in prompts for place in range(length)])
-        first_batch.token[:] = np.asarray(prompts).reshape(-1)
-        first_batch.position[:] = np.tile(np.arange(length), count)
-        batch = Batch(self.api, list(range(count)), [True] * count)
+        """Greedy tokens; `prefill_s` until the first token of every prompt, `decode_s` for the others.
+
+        The sequences of each adapter have a context of their own, since one has the same for all.
+        """
+        length, groups = len(prompts[0]), _groups(adapters or [None] * len(prompts))
+        most = max(map(len, groups.values()))
+        contexts = self._open(most, length + new_tokens, variant, most * length, count=len(groups))
+        firsts, batches = [], []
+        for context, (adapter, members) in zip(contexts, groups.items()):
+            if self.adapters:
+                self._adapt(context, adapter)
+            count = len(members)
+            sequences = [sequence for sequence in range(count) for _ in range(length)]
+            first = Batch(self.api, sequences, [place == length - 1 for _ in members for place in range(length)])
+            first.token[:] = np.asarray([prompts[each] for each in members]).reshape(-1)
+            first.position[:] = np.tile(np.arange(length), count)
+            firsts.append(first)
+            batches.append(Batch(self.api, list(range(count)), [True] * count))
+        tokens = np.empty((len(prompts), new_tokens), np.int64)
+        places = list(groups.values())
         start = self.clock()
-        columns = [self._decode(context, first_batch, count).argmax(axis=1)]  # [num_prompts]
-        first = self.clock()
-        for step in range(new_tokens - 1):
-            batch.token[:], batch.position[:] = columns[-1], length + step
-            columns.append(self._decode(context, batch, count).argmax(axis=1))
+        for context, batch, members in zip(contexts, firsts, places):
+            tokens[members, 0] = self._decode(context, batch, len(members)).argmax(axis=1)
+        begin = self.clock()
+        for step in range(1, new_tokens):
+            for context, batch, members in zip(contexts, batches, places):
+                batch.token[:], batch.position[:] = tokens[members, step - 1], length + step - 1
+                tokens[members, step] = self._decode(context, batch, len(members)).argmax(axis=1)
         end = self.clock()
-        first_batch.free()
-        batch.free()
+        for batch in (*firsts, *batches):
+            batch.free()
         return {
-            "token_ids": np.stack(columns, axis=1).tolist(),
-            "prefill_s": first - start,
-            "decode_s": end - first,
+            "token_ids": tokens.tolist(),
+            "prefill_s": begin - start,
+            "decode_s": end - begin,
             "total_s": end - start,
         }
 
@@ -289,7 +310,7 @@ class Peer:
             if parts[-1] and sum(lengths[each] for each in parts[-1]) + length > most:
                 parts.append([])
             parts[-1].append(index)
-        context = self._open(max(map(len, parts)), max(lengths), variant, most, embeds=True)
+        [context] = self._open(max(map(len, parts)), max(lengths), variant, most, embeds=True)
         batches = []
         for part in parts:
             sequences = [place for place, index in enumerate(part) for _ in range(lengths[index])]

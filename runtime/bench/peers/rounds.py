@@ -70,9 +70,14 @@ LLAMA = PeerEngine(
     Path(__file__).with_name("peer_llama.py"),
     ".venv-llama",
     "llama-cpp-python gguf numpy",
-    {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0", "int4": "q4_0", GGUF: GGUF},
+    {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0", "q4_0": "q4_0", GGUF: GGUF},
 )
 PEER_ENGINES = (TRANSFORMERS, LLAMA)
+
+
+def gguf_path(folder: Path, dtype: str) -> Path:
+    """The file that llama.cpp's loader makes of a folder's weights as `dtype`."""
+    return folder / f"model-{LLAMA.dtypes[dtype]}.gguf"
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,10 @@ def encoders(
 
 def adapters(
     output: ReportOptions,
-    dtypes: Annotated[str | None, typer.Option(help="Weights: bfloat16,int4 (beside q4_0),fp8; default: all.")] = None,
+    dtypes: Annotated[
+        str | None,
+        typer.Option(help="Weights: bfloat16,q4_0 (a file of llama.cpp's),int4,fp8; default: all that can run."),
+    ] = None,
     peers: PeersOption = None,
     peer_python: Annotated[Path | None, typer.Option(help="A Python with torch, transformers and peft.")] = None,
     llama_python: LlamaPythonOption = None,
@@ -170,9 +173,12 @@ def adapters(
 ) -> None:
     """Time decodes with LoRA adapters of rank 16: ours, llama.cpp and peft in turns, on Qwen3-0.6B's shape."""
     counts = _workloads.named("--sequences", sequences, ("1", "32"), ("1", "32"))
+    pythons = _pythons(peers, peer_python, llama_python)
+    known = _bench_adapters.DTYPES
+    can_run = [each for each in known if each != _bench_adapters.FILE or _sides.LLAMA.name in pythons]
     report = _bench_adapters.bench_adapters(
-        _pythons(peers, peer_python, llama_python),
-        _workloads.named("--dtypes", dtypes, _bench_adapters.DTYPES, _bench_adapters.DTYPES),
+        pythons,
+        _workloads.named("--dtypes", dtypes, known, can_run),
         num_rounds=num_rounds,
         clock=clock,
         cases=[each for each in _bench_adapters.CASES if str(each.sequences) in counts],

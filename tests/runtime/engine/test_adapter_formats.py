@@ -89,6 +89,16 @@ def write_whole_adapter(folder: Path, model: Path) -> Path:
     return write_adapter(folder, "llama", config=config, tensors=tensors, is_alone=True)
 
 
+def test_pairs_are_bfloat16_where_products_round_x_to_bytes(tmp_path: Path) -> None:
+    model = write_shared(tmp_path / "model", "llama")
+    engines = [opened(model, load_format="dummy", quantization=kind) for kind in ("none", "int8")]
+    maps = [engine.executor.adapters for engine in engines]
+    stored = [{each.slots.stored for each in found.maps.values()} for found in maps if found is not None]
+    assert stored == [{np.float32}, {np.uint16}]
+    for engine in engines:
+        engine.close()
+
+
 RARE = ("gpt_oss", "qwen3_5", "gemma3")
 
 
