@@ -48,6 +48,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "use_qk_norm": False, "num_nextn_predict_layers": 0,
     },
+    "granitemoe": {
+        "architectures": ["GraniteMoeForCausalLM"], "num_local_experts": COUNT, "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22, "attention_multiplier": 0.0625, "logits_scaling": 6.0,
+    },
 }  # fmt: skip
 
 
@@ -56,10 +60,13 @@ def matrices(kind: str) -> dict[str, tuple[int, ...]]:
     under, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
     if kind == "mixtral":
         under, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    found = {
+    found: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj": (256, HIDDEN), "self_attn.k_proj": (128, HIDDEN), "self_attn.v_proj": (128, HIDDEN),
         "self_attn.o_proj": (HIDDEN, 256),
     }  # fmt: skip
+    if kind == "granitemoe":
+        stacks = {"input_linear": (COUNT, 2 * INNER, HIDDEN), "output_linear": (COUNT, HIDDEN, INNER)}
+        return found | {f"block_sparse_moe.{name}": shape for name, shape in stacks.items()}
     for expert in range(COUNT):
         found |= {f"{under}.experts.{expert}.{name}": (INNER, HIDDEN) for name in (gate, up)}
         found[f"{under}.experts.{expert}.{down}"] = (HIDDEN, INNER)
@@ -70,7 +77,9 @@ def matrices(kind: str) -> dict[str, tuple[int, ...]]:
 
 def floats_of(kind: str, rng: np.random.Generator) -> dict[str, Array]:
     """Routers, norms, biases and sinks of a layer."""
-    router = {"mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router"}.get(kind, "mlp.gate")
+    router = {
+        "mixtral": "block_sparse_moe.gate", "gpt_oss": "mlp.router", "granitemoe": "block_sparse_moe.router.layer",
+    }.get(kind, "mlp.gate")  # fmt: skip
     found = {f"{router}.weight": rng.standard_normal((COUNT, HIDDEN))}
     for name in ("input_layernorm", "post_attention_layernorm"):
         found[f"{name}.weight"] = rng.uniform(0.5, 1.5, HIDDEN)
@@ -137,6 +146,7 @@ RARELY = [
     ("qwen3_moe", all_of(Ggml.Q4_0)), ("qwen2_moe", mixed),
     ("mixtral", all_of(Ggml.Q8_0)), ("mixtral", all_of(Ggml.Q4_1)), ("qwen3_moe", all_of(Ggml.Q5_K)),
     ("olmoe", all_of(Ggml.Q5_1)), ("qwen3_moe", all_of(Ggml.Q5_0)), ("olmoe", all_of(Ggml.IQ4_NL)),
+    ("granitemoe", all_of(Ggml.Q5_0)),
 ]  # fmt: skip
 """Their kernels take seconds to compile."""
 

@@ -312,24 +312,34 @@ def test_mixed_types(tmp_path: Path) -> None:
     assert list(open_model(path).checkpoint().bytes_by_format()) == ["Q4_K", "Q6_K", "F32"]
 
 
-MIX = {
-    "embd": Ggml.IQ2_S, "attn_q": Ggml.IQ2_XXS, "attn_k": Ggml.TQ2_0, "attn_v": Ggml.NVFP4, "attn_output": Ggml.IQ3_S,
-    "ffn_gate": Ggml.IQ1_M, "ffn_up": Ggml.IQ3_XXS, "ffn_down": Ggml.Q2_K, "blk.1.ffn_down": Ggml.IQ4_XS,
-}  # fmt: skip
+PLACES = (
+    "embd", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "blk.1.ffn_down"
+)  # fmt: skip
+MIXES = {
+    "few bits": "IQ2_S IQ2_XXS TQ2_0 NVFP4 IQ3_S IQ1_M IQ3_XXS Q2_K IQ4_XS",
+    "blocks of 256": "Q3_K IQ1_S IQ2_XS TQ1_0 Q6_K Q4_K Q5_K IQ3_S Q2_K",
+    "blocks of 32": "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 IQ4_NL MXFP4 Q3_K IQ2_S",
+}
+"""The types of `PLACES`."""
 OURS = {
     "embed": "embd", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "1.mlp.down_proj": "blk.1.ffn_down",
 }  # fmt: skip
 
 
-def write_mix(folder: Path) -> Path:
+def types_of(mix: str) -> dict[str, Ggml]:
+    return dict(zip(PLACES, (Ggml[name] for name in MIXES[mix].split()), strict=True))
+
+
+def write_mix(folder: Path, mix: str = "few bits") -> Path:
     """A model of nine types, and its dequantised twin in the folder."""
+    types = types_of(mix)
 
     def type_of(name: str) -> Ggml:
-        return [MIX[each] for each in MIX if each in name][-1]
+        return [types[each] for each in types if each in name][-1]
 
     def type_by_name(name: str) -> Ggml:
-        return [MIX[part] for each, part in OURS.items() if each in name][-1]
+        return [types[part] for each, part in OURS.items() if each in name][-1]
 
     blocks, floats = quantised_tensors(type_by_name, seed=4)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -337,9 +347,10 @@ def write_mix(folder: Path) -> Path:
     return write_gguf(folder / "model.gguf", CONFIG, blocks, type_of=type_of)
 
 
-def test_nine_types_in_one_file(tmp_path: Path) -> None:
-    path, ids = write_mix(tmp_path), list(range(40, 70))
-    assert set(open_model(path).checkpoint().bytes_by_format()) == {*(each.name for each in MIX.values()), "F32"}
+@pytest.mark.parametrize("mix", MIXES)
+def test_nine_types_in_one_file(tmp_path: Path, mix: str) -> None:
+    path, ids = write_mix(tmp_path, mix), list(range(40, 70))
+    assert set(open_model(path).checkpoint().bytes_by_format()) == {*MIXES[mix].split(), "F32"}
     expected = logits_of(load_model(tmp_path), ids)
     np.testing.assert_array_equal(logits_of(load_model(path, dtype="float32"), ids), expected)
     np.testing.assert_array_equal(logits_of(load_model(path, activations="float"), ids), expected)
@@ -363,15 +374,17 @@ def test_matrices_of_nvfp4_have_a_factor_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_nine_types_multiplied_as_stored(tmp_path: Path) -> None:
-    path, ids = write_mix(tmp_path), list(range(40, 70))
+@pytest.mark.parametrize("mix", MIXES)
+def test_nine_types_multiplied_as_stored(tmp_path: Path, mix: str) -> None:
+    path, ids = write_mix(tmp_path, mix), list(range(40, 70))
     kept, twin = load_model(path), load_model(tmp_path)
     assert kept.weight_bytes < twin.weight_bytes / 6
     assert declare_model(path).weight_bytes == kept.weight_bytes
     whole = logits_of(kept, ids)
     np.testing.assert_array_equal(whole, logits_of(kept, ids, [1] * len(ids)))
     check_products(kept, ids, logits_of(twin, ids))
-    assert relative_error(whole, logits_of(twin, ids)) < 0.15
+    # The worst of 30 rows; of 12 seeds of the second mix, 0.31 at most, and 0.36 in llama.cpp.
+    assert relative_error(whole, logits_of(twin, ids)) < (0.35 if mix == "blocks of 256" else 0.15)
 
 
 @pytest.mark.exhaustive
