@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from numba_kernels.cuda.gemm import gemv
+from numba_kernels.cuda.gemm import gemv, skinny
 from numba_kernels.cuda.registry import specialisations
 from runtime.bench.kernels.case import Case
 from runtime.bench.kernels.counted import Counts, loops
@@ -33,6 +33,17 @@ def test_no_kernel_spills_on_any_architecture(share: int) -> None:
     meant = [(each.name, arch) for each in kernels for arch in ARCHS if is_meant_for(each, arch)]
     assert [(found.kernel, found.arch) for found in facts] == meant
     assert offenders(facts, []) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize(
+    ("dtype", "weight"), [("bf16", "bf16"), ("f16", "f16"), ("bf16", "u4_g128"), ("bf16", "u8"), ("bf16", "e4m3")]
+)
+def test_products_of_16_rows_with_adapters_do_not_spill(dtype: str, weight: str, activation: str) -> None:
+    """They are none of the registered ones, and have half of a multiprocessor's registers."""
+    made = skinny._kernel(dtype, weight, dtype, 1, activation, weight != dtype, takes_adapters=True)
+    assert offenders(list(examine(made, ["sm_90a"], KernelCache(), nvdisasm_if_any())), []) == []
 
 
 def test_every_kernel_is_examined_somewhere() -> None:

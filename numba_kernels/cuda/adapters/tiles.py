@@ -5,11 +5,10 @@ shrinks takes a group and 16 ranks at a time: ``down`` is the first factor of `m
 second, and the warps share K, so that each adapter's ``down`` is read once for 8 rows. A warp that expands takes a
 group and 16 or 32 columns: ``up`` is the first factor, the group's sums the second.
 
-``between`` holds each row's sums, by the row's place in the order. A sum is two 16-bit numbers: the rounded one, and
-what rounding left (which makes 16 bits of bfloat16's 8, and 22 of float16's 11). The order itself follows, a word a
-place: the row, its number in the group from bit 5 on, its slot from bit 8 on.
-A normalised row's products with the norm's weights are cut into two such numbers, too. float16 would overflow where
-both are large, so it gets them 64 times smaller.
+``between`` holds each row's sums, by the row's place in the order. A sum is two numbers of bfloat16: the rounded one,
+and what rounding left. The order itself follows, a word a place: the row, its number in the group from bit 5 on, its
+slot from bit 8 on. A normalised row's products with the norm's weights are cut into two such numbers, too. In float16
+both could be too large, so there a sum is a float32, and tf32, which holds each float16, multiplies two parts of it.
 
 An element's sums are added up in an order of K and of ranks alone, and rows of a second factor never mix: a row has the
 same bits beside any others.
@@ -44,20 +43,41 @@ PAD = 8  # floats between rows of expanded sums
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """Device functions of a 16-bit type: two numbers into a word and back, a number's code and its value; and the
-    factor of a norm's weights."""
+    """Device functions of a 16-bit type: two numbers into a word and back, a number's code and its value."""
 
     pack: Any
     unpack: Any
     code: Any
     value: Any
-    norm_factor: float
 
 
 _HALVES = {
-    "bf16": _Halves(convert.pack_bf16, convert.unpack_bf16, convert.bf16_from_f32, convert.f32_from_bf16, 1.0),
-    "f16": _Halves(convert.pack_f16, convert.unpack_f16, convert.f16_from_f32, convert.f32_from_f16, 1.0 / 64),
+    "bf16": _Halves(convert.pack_bf16, convert.unpack_bf16, convert.bf16_from_f32, convert.f32_from_bf16),
+    "f16": _Halves(convert.pack_f16, convert.unpack_f16, convert.f16_from_f32, convert.f32_from_f16),
 }
+
+
+@functools.cache
+def _widener(first_sums: int, second_sums: int) -> Any:
+    """A device function ``(sums, wide, low_word, high_word)``: two elements of float16 of rows g and g + 8, times two
+    numbers, of which ``wide[4:8]`` has the codes of tf32 (`_split_pair`), in two chains of sums."""
+    multiply = multiply_all("tf32", ((first_sums, (0, 1, 2, 3), (4, 5)), (second_sums, (0, 1, 2, 3), (6, 7))))
+
+    @device_function
+    def widen(sums, wide, low_word, high_word):
+        for half in range(2):
+            word = high_word if half else low_word
+            first, second = convert.unpack_f16(word)
+            wide[half], wide[2 + half] = convert.bits_from_f32(first), convert.bits_from_f32(second)
+        multiply(sums, wide, wide)
+
+    return widen
+
+
+@device_function
+def _split_pair(wide, first, second):
+    wide[4], wide[6] = convert.split_tf32(first)
+    wide[5], wide[7] = convert.split_tf32(second)
 
 
 def shrinking_blocks(rows: int, ranks: int, idle: int, cluster: int) -> int:
@@ -85,8 +105,8 @@ def expanded_bytes(rows: int, columns: int) -> int:
 @functools.cache
 def _k_adder(dtype: str, warps: int, steps: int) -> Any:
     """A device function that adds up a warp's elements of K, of which it has `steps` steps in flight."""
-    halves, load_weights, stride = _HALVES[dtype], floats_loader(8), warps * _STEP
-    pack, unpack, norm_factor = halves.pack, halves.unpack, halves.norm_factor
+    halves, load_weights, stride, is_wide = _HALVES[dtype], floats_loader(8), warps * _STEP, dtype == "f16"
+    pack, unpack = halves.pack, halves.unpack
 
     def products(step: int, first_word: int) -> list[Any]:
         """A step's, whose words of x begin there; its sums are two of four chains."""
@@ -100,8 +120,10 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
         ]  # fmt: skip
 
     def normaliser(step: int) -> Any:
-        """A step of x times the norm's weights, rounded, and products of what rounding leaves."""
-        multiply = multiply_all(dtype, tuple(products(step, 0)))
+        """A step of x times the norm's weights, rounded, and products of what rounding leaves; of float16 all of its
+        products."""
+        multiply, first = multiply_all(dtype, tuple(products(step, 0))), 8 * (step % 2)
+        widen = _widener(first, first + 4)
 
         @device_function
         def normalise(state):
@@ -111,12 +133,17 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
                 a, b = unpack(rows[4 * step + w])
                 squares[0] += a * a
                 squares[0] += b * b
-                a *= weights[2 * w] * float32(norm_factor)
-                b *= weights[2 * w + 1] * float32(norm_factor)
-                word = pack(a, b)
-                high_a, high_b = unpack(word)
-                rows[4 * step + w], lows[w] = word, pack(a - high_a, b - high_b)
-            multiply(sums, down, lows)
+                a *= weights[2 * w]
+                b *= weights[2 * w + 1]
+                if is_wide:
+                    _split_pair(lows, a, b)
+                    widen(sums, lows, down[8 * step + w], down[8 * step + 4 + w])
+                else:
+                    word = pack(a, b)
+                    high_a, high_b = unpack(word)
+                    rows[4 * step + w], lows[w] = word, pack(a - high_a, b - high_b)
+            if not is_wide:
+                multiply(sums, down, lows)
 
         return normalise
 
@@ -137,17 +164,18 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
                     rows[i] = rows[i] if is_there else uint32(0)
             if norm_place != uint64(0):
                 normalise(state)
-            multiply(sums, down, rows)
+            if not is_wide or norm_place == uint64(0):
+                multiply(sums, down, rows)
 
         return take
 
     take_steps, take_last = taker(steps, is_last=False), taker(1, is_last=True)
-    num_words, num_down = 4 * steps, 8 * steps
+    num_words, num_down, num_lows = 4 * steps, 8 * steps, 8 if is_wide else 4
 
     @device_function
     def add_k(sums, squares, down_rows, x_row, norm, warp, t, k):
         down, rows = cuda.local.array(num_down, uint32), cuda.local.array(num_words, uint32)
-        lows, places = cuda.local.array(4, uint32), cuda.local.array(3, uint64)
+        lows, places = cuda.local.array(num_lows, uint32), cuda.local.array(3, uint64)
         step, norm_place = uint32(warp * uint32(_STEP)), norm  # all lanes' at once, for `mma.sync`
         while step < k:
             at, is_whole = uint32(step + t * uint32(8)), uint32(step + uint32((steps - 1) * stride + _STEP)) <= k
@@ -173,7 +201,7 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
     """A device function of a block that shrinks (`riding`), whose rows of 16 bits lie on 16-byte bounds. Its warps have
     `steps` steps of K in flight."""
     halves, add_k = _HALVES[dtype], _k_adder(dtype, warps, steps)
-    code_of, value_of, norm_factor = halves.code, halves.value, halves.norm_factor
+    code_of, value_of, is_wide = halves.code, halves.value, dtype == "f16"
 
     @device_function
     def order_rows(shared, block, warp, lane, m, riding):
@@ -231,12 +259,15 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
                 total += memory.shared_load_f32(uint32(at + uint32(w * GROUP * _SUM_STRIDE * 4)))
                 squared += memory.shared_load_f32(uint32(of_squares + uint32(w * GROUP * 4)))
             if norm != uint64(0):
-                scale = norm_scale(squared, k, eps) * float32(1.0 / norm_factor)
+                scale = norm_scale(squared, k, eps)
             total *= scale
-            place = between + uint64(first + row) * uint64(ranks) * uint64(4) + uint64(own_rank) * uint64(2)
-            code = code_of(total)
-            memory.store_b16(place, code)
-            memory.store_b16(place + uint64(ranks) * uint64(2), code_of(total - value_of(code)))
+            place = between + uint64(first + row) * uint64(ranks) * uint64(4)
+            if is_wide:
+                memory.store_f32(place + uint64(own_rank) * uint64(4), total)
+            else:
+                code, at_rank = code_of(total), uint64(own_rank) * uint64(2)
+                memory.store_b16(place + at_rank, code)
+                memory.store_b16(place + uint64(ranks) * uint64(2) + at_rank, code_of(total - value_of(code)))
 
     @device_function
     def shrink(block, warp, lane, m, k, eps, riding):
@@ -329,18 +360,21 @@ def preparer(num_parts: int) -> Any:
         slot, last = num_slots, uint32(end - uint32(1))
         if lane < m:
             slot = memory.load_b32(adapters + uint64(lane) * uint64(4))
-        if slot < num_slots and num_tiles != uint32(0):  # -1 is large
+        # Loops, none of which is unrolled: the weight's first loads leave few registers.
+        part, parts = uint32(0), uint32(uint32(num_parts) + (end >> uint32(31)))
+        while slot < num_slots and part < parts:  # -1 is large
             up = memory.load_b64(ups + uint64(slot) * uint64(8))
-            for part in range(num_parts):
-                packed = _ranks_of_part(slot, uint32(part), columns, ranges, num_ranges)
+            packed = _ranks_of_part(slot, part, columns, ranges, num_ranges)
+            index = uint32(0)
+            while index < minimum_u32(uint32(num_tiles * uint32(2)), uint32(4)):  # most blocks have no more
+                own = uint32(first + (index >> uint32(1)) * step + (index & uint32(1)) * warps + warp)
+                own = uint32(minimum_u32(own, last) + part * end)
                 rank = packed & uint32(0xFFFF)
                 while rank < packed >> uint32(16):
-                    for tile in range(2):  # most blocks have no more
-                        for half in range(2):
-                            own = uint32(first + uint32(tile) * step + uint32(half) * warps + warp)
-                            own = uint32(minimum_u32(own, last) + uint32(part) * end)
-                            memory.prefetch(up + (uint64(own) * uint64(ranks) + uint64(rank)) * uint64(2))
+                    memory.prefetch(up + (uint64(own) * uint64(ranks) + uint64(rank)) * uint64(2))
                     rank = uint32(rank + uint32(RANKS))
+                index = uint32(index + uint32(1))
+            part = uint32(part + uint32(1))
 
     return prepare
 
@@ -356,12 +390,14 @@ def expander(dtype: str) -> Any:
             for i in range(2) for j in range(2)
         ),
     )  # fmt: skip
-    load_pair = memory.load_2xb32
+    load_pair, is_wide, num_wide = memory.load_2xb32, dtype == "f16", 8 if dtype == "f16" else 1
+    widen_first, widen_second = _widener(0, 4), _widener(8, 12)
 
     @device_function
     def add_ranks(sums, packed, up, place, column, step, last, row_bytes, lane):
         """Two tiles of columns, times a group's sums."""
         words, pairs = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
+        wide = cuda.local.array(num_wide, uint32)
         g, rank, past = lane >> uint32(2), packed & uint32(0xFFFF), packed >> uint32(16)
         own = uint32(rank + (lane & uint32(3)) * uint32(4))
         first, second = uint32(column + g), uint32(column + step + g)
@@ -376,11 +412,20 @@ def expander(dtype: str) -> Any:
             words[2], words[3] = load_pair(rows_1 + at)
             words[4], words[5] = load_pair(rows_2 + at)
             words[6], words[7] = load_pair(rows_3 + at)
-            pairs[0], pairs[1] = load_pair(place + at)
-            pairs[2], pairs[3] = load_pair(place + row_bytes + at)
-            for i in range(4):
-                pairs[i] = pairs[i] if is_there else uint32(0)
-            multiply(sums, words, pairs)
+            if is_wide:
+                a, b, c, d = memory.load_4xf32(place + at + at)
+                _split_pair(wide, a if is_there else float32(0), b if is_there else float32(0))
+                widen_first(sums, wide, words[0], words[2])
+                widen_second(sums, wide, words[4], words[6])
+                _split_pair(wide, c if is_there else float32(0), d if is_there else float32(0))
+                widen_first(sums, wide, words[1], words[3])
+                widen_second(sums, wide, words[5], words[7])
+            else:
+                pairs[0], pairs[1] = load_pair(place + at)
+                pairs[2], pairs[3] = load_pair(place + row_bytes + at)
+                for i in range(4):
+                    pairs[i] = pairs[i] if is_there else uint32(0)
+                multiply(sums, words, pairs)
             rank, own = uint32(rank + uint32(RANKS)), uint32(own + uint32(RANKS))
 
     @device_function

@@ -353,12 +353,7 @@ def _kernel(
         if leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
 
-        staged = uint32(num_streams * uint32(num_stages * stage_bytes))
-        expanded = uint32(shared + maximum_u32(staged, uint32(BLOCK_WARPS * sums_bytes)))
-        expanded_row, of_cluster = (
-            uint32(num_teams * uint32(COLUMNS) + uint32(tiles.PAD)),
-            uint32(num_blocks - uint32(1)),
-        )
+        of_cluster = uint32(num_blocks - uint32(1))
         num_own_tiles = uint32(num_teams * uint32(columns // tiles.TILE) + of_cluster - block) >> count_b32(of_cluster)
         tiles_of_block = (
             uint32(first_column + block * uint32(tiles.TILE)), uint32(num_blocks * uint32(tiles.TILE)), num_own_tiles, n
@@ -384,17 +379,20 @@ def _kernel(
 
         launch_dependents()  # not earlier: the next grid's blocks would take room from this one's
         wait_for_all()
-        if takes_adapters:
-            riding.wait_for_shrinking(added)
-            for part in range(num_adapted_parts):
-                of_part = uint32(expanded + num_teams * uint32(part * columns * 4))
-                expand(
-                    of_part, expanded_row, warp, uint32(BLOCK_WARPS), lane, m, tiles_of_block, uint32(part), added
-                )  # fmt: skip
         if not leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
         sync_block()
         store_sums(uint32(shared + (team * num_streams + rank) * uint32(sums_bytes)), sums, g, t)
+        staged = uint32(num_streams * uint32(num_stages * stage_bytes))
+        expanded = uint32(shared + maximum_u32(staged, uint32(BLOCK_WARPS * sums_bytes)))
+        expanded_row = uint32(num_teams * uint32(COLUMNS) + uint32(tiles.PAD))
+        if takes_adapters:
+            riding.wait_for_shrinking(added)
+            part, parts = uint32(0), uint32(uint32(num_adapted_parts) + (n >> uint32(31)))  # a loop, not unrolled
+            while part < parts:
+                of_part = uint32(expanded + num_teams * part * uint32(columns * 4))
+                expand(of_part, expanded_row, warp, uint32(BLOCK_WARPS), lane, m, tiles_of_block, part, added)
+                part = uint32(part + uint32(1))
         if has_clusters:
             cluster.release_shared()
             cluster.arrive_relaxed()

@@ -50,3 +50,10 @@ def unpack_f16(pair):
     """A pair of float16 → two float32."""
     halves = _halves(pair)
     return f32_from_f16(halves[0]), f32_from_f16(halves[1])
+
+
+@device_function
+def split_tf32(value):
+    """A float32 → two codes of tf32, whose sum has 22 of its 24 bits."""
+    high = bits_from_f32(value) & types.uint32(0xFFFFE000)
+    return high, bits_from_f32(value - f32_from_bits(high)) & types.uint32(0xFFFFE000)

@@ -180,14 +180,15 @@ def exchange_all(plan: tuple[tuple[int, int], ...]) -> Any:
 
 @functools.cache
 def multiply_all(dtype: str, plan: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> Any:
-    """A function ``(sums, a, b) -> None``: each entry of `plan` is one `mma.sync` of 16x8x16, in their order.
+    """A function ``(sums, a, b) -> None``: each entry of `plan` is one `mma.sync` of 16x8x16, of tf32 16x8x8, in their
+    order.
 
     Args:
-        dtype: "bf16" or "f16".
+        dtype: "bf16", "f16" or "tf32", whose words have a number each (elements t and t + 4 of K in lane t).
         plan: (first of 4 elements of `sums`, 4 elements of `a`, 2 elements of `b`), as `intrinsics.mma` lays them out.
     """
     text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+        f"mma.sync.aligned.m16n8k{8 if dtype == 'tf32' else 16}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
     )
     function_type = ir.FunctionType(ir.LiteralStructType([_FLOAT] * 4), [_WORD] * 6 + [_FLOAT] * 4)

@@ -13,7 +13,7 @@ from models.quantized.on_load import HEAD, ROUNDINGS
 from numba_kernels.cuda.gemm import skinny
 from runtime import ops
 from runtime.device.device import Device
-from runtime.dtype import bfloat16, float32
+from runtime.dtype import bfloat16, float16, float32
 from runtime.linear.gpu_slots import GpuSlots
 from runtime.linear.low_rank_slots import DensePair, LowRank, SlotShape
 from runtime.linear.norm import RmsNorm
@@ -140,6 +140,36 @@ def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: s
         ids = [0, 0, 2, *[1] * (few - 3)][:few]
         for others in ([1, 0] * 16, [-1] * 32):
             np.testing.assert_array_equal(found(ids), found([*ids, *others][:many])[:few])
+
+
+@pytest.mark.parametrize(
+    ("arch", "num_rows"),
+    [("sm_90a", 8), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("sm_80", 8), ("sm_90a", 1)))],
+)
+def test_float16_sums_between_may_be_large(arch: str, num_rows: int) -> None:
+    """``down x``, and a row times the norm's weights, beyond float16's 65,504; y is not."""
+    rng, device, half = np.random.default_rng(0), Device.parse(f"emulated:{arch}"), np.float16
+    x = (rng.standard_normal((num_rows, DEPTH)) * 3000).astype(half)
+    down = (rng.standard_normal((16, DEPTH)) * 60).astype(half)
+    up = (rng.standard_normal((64, 16)) * 1e-4).astype(half)
+    matrix = (rng.standard_normal((64, DEPTH)) * 1e-2).astype(half)
+    options = LoadOptions(device=device, dtype=float16)
+    slots = GpuSlots(SlotShape((64,), DEPTH, 16, 1), options)
+    slots.write(0, [DensePair(down.astype(np.float32), up.astype(np.float32))], None)
+    for norm_weight in (0.0, 5000.0):
+        given, norm = x.astype(np.float64), None
+        if norm_weight:
+            norm = RmsNorm(Tensor.from_numpy(np.full(DEPTH, norm_weight, np.float32)).to(device), 1e-6, 1.0)
+            given = given / np.sqrt((given**2).mean(1, keepdims=True) + 1e-6) * norm_weight
+        weight = ops.prepare_linear(Tensor.from_numpy(matrix), None, options, norm=norm)
+        own, adapters = Tensor.from_numpy(x).to(device), Tensor.from_numpy(np.zeros(num_rows, np.int32)).to(device)
+        assert ops.takes_low_rank(own, weight, norm, "", slots)
+        out = ops.linear(own, weight, norm=norm, low_rank=LowRank(slots, own, adapters, {})).to("cpu").numpy()
+        between = given @ down.T.astype(np.float64)
+        wanted = given @ matrix.T.astype(np.float64) + between @ up.T.astype(np.float64)
+        assert np.abs(between).max() > 65504 > np.abs(wanted).max()
+        assert norm is None or float(np.abs(x).max()) * norm_weight / 64 > 65504
+        assert np.abs(out.astype(np.float64) - wanted).max() <= 2e-3 * np.abs(wanted).max()
 
 
 @pytest.mark.exhaustive
