@@ -218,6 +218,9 @@ class HandOvers:
             lease.drop()  # it ends here
         if lease is None or lease.is_dropped or (lease.is_held and not is_final):
             return
+        if lease.is_held:
+            lease.is_held = False
+            lease.transport.offer(lease.name, NO_PAGES)  # the other engine may ask before the pages are sent
         size, committed = self._pool.block_size, sequence.num_committed
         offered = lease.choices.setdefault(sequence.index, _Offered())
         ahead = lease.ahead.pop(sequence.index, None)

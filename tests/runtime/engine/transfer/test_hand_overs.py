@@ -348,6 +348,24 @@ def test_pages_of_other_tokens_are_not_used(tmp_path: Path) -> None:
         assert second.stats().num_open_transfers == 0
 
 
+def test_pages_that_follow_a_choice_can_be_asked_for(tmp_path: Path) -> None:
+    """Two that could be relayed are not alone: each leaves with its first token, before its pages."""
+    model, own = write_case(tmp_path / "model", "full")
+    settings = {**SETTINGS, **own, "num_blocks": 200}
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    with joined_engine(model, **settings) as first:
+        assert first.hand_overs is not None
+        first.hand_overs.may_wait = True
+        for number in (5, 7):
+            ids = [(number * i) % 53 for i in range(40)]
+            asked = EngineRequest(request_id=f"{number}", prompt_token_ids=ids, params=params)
+            first.add(leased(asked, "unix", may_relay=True))
+        outputs = first.step()
+        assert outputs[0].is_handed_over
+        assert first.stats().num_open_transfers > 0
+        assert first.stats().transfer_sent_bytes == 0
+
+
 def test_cancelled_and_paused_requests_leave_no_page(tmp_path: Path) -> None:
     model, own = write_case(tmp_path / "model", "full")
     settings = {**SETTINGS, **own, "num_blocks": 200, "max_num_batched_tokens": 16}
