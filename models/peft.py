@@ -62,9 +62,9 @@ _MUST_BE_OFF = {
 
 _UNMERGEABLE = (
     "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT",
-    "XLORA", "POLY", "alora_invocation_tokens",
+    "XLORA", "POLY", "LILY", "SHADOW", "alora_invocation_tokens", "arrow_config",
 )  # fmt: skip
-"""Types of adapters, and a field, that PEFT cannot merge."""
+"""Types of adapters, and fields, that PEFT cannot merge."""
 _NO_MERGE = "this kind cannot be merged into a model: train a LoRA adapter"
 
 _CONVERTED = ("pissa", "olora", "loftq", "corda", "lora_ga")

@@ -189,6 +189,9 @@ _MERGE = "merge the adapter"
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3', must be 'LORA': merge the adapter"),
         ({"peft_type": "PROMPT_TUNING"}, "'PROMPT_TUNING', must be 'LORA': this kind cannot be merged"),
+        ({"peft_type": "LILY"}, "'LILY', must be 'LORA': this kind cannot be merged"),
+        ({"peft_type": "SHADOW"}, "'SHADOW', must be 'LORA': this kind cannot be merged"),
+        ({"arrow_config": {"top_k": 2}}, "Arrow cannot be served as an adapter; this kind cannot be merged"),
         ({"use_dora": True}, "use_dora is True: DoRA cannot be served as an adapter"),
         ({"use_qalora": True}, "use_qalora is True: QA-LoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),

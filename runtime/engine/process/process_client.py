@@ -69,8 +69,11 @@ from runtime.engine.weights.commands import (
     FolderWeights,
     GivenArrays,
     LoadWeights,
+    PauseAll,
+    ResumeAll,
     SentWeights,
     Sleep,
+    TellState,
     UseWeights,
     WakeTag,
     WakeUp,
@@ -149,7 +152,7 @@ class ProcessEngineClient(EngineClient):
         self._read: SentWeights | None = None  # weights that were loaded last
         self.has_read = False  # by this process, and not used yet
         self._weight_version = FIRST_VERSION
-        self._asleep: EngineCondition | None = None  # the engine's condition if it sleeps
+        self._rest: EngineCondition | None = None  # the engine's condition if it sleeps or is paused
         self._is_watched = False  # as the process knows it
         self._supervisor.thread.start()
         atexit.register(self.close)
@@ -275,14 +278,18 @@ class ProcessEngineClient(EngineClient):
 
     def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.order``. An engine that is started anew begins with the folder that was served last; with
-        its own weights and their version if the last came from memory. One that slept sleeps again."""
+        its own weights and their version if the last came from memory. One that slept sleeps again, one
+        that was paused pauses."""
         if isinstance(command, GivenArrays):
             raise RequestError(
                 "arrays cannot be sent to an engine's process: share them (shared_weights)", param="weights"
             )
         check_command(command)
+        if isinstance(command, ResumeAll):  # also one that is just started anew, and is not told
+            with self._lock:
+                self._rest = self._rest and self._rest._replace(is_paused=False)
         sent = self._begin_call(lambda call_id: Order(call_id, command))
-        if not isinstance(command, LoadWeights | UseWeights | Sleep | WakeUp):
+        if isinstance(command, TellState):
             return sent
         told: Future[NDArray[np.float32]] = Future()
         told.set_running_or_notify_cancel()
@@ -290,10 +297,9 @@ class ProcessEngineClient(EngineClient):
         return told
 
     def _note_order(
-        self, command: LoadWeights | UseWeights | Sleep | WakeUp, told: Future[NDArray[np.float32]],
-        done: Future[NDArray[np.float32]],
-    ) -> None:  # fmt: skip
-        """Remember the weights that the engine serves, and whether it sleeps; then its caller is told."""
+        self, command: Command, told: Future[NDArray[np.float32]], done: Future[NDArray[np.float32]]
+    ) -> None:
+        """Remember the weights that the engine serves, and whether it sleeps or pauses; then its caller is told."""
         if (error := done.exception()) is not None:
             told.set_exception(error)
             return
@@ -302,7 +308,7 @@ class ProcessEngineClient(EngineClient):
                 self._read, self.has_read = command.source, True
             else:
                 found = EngineCondition.of(done.result())
-                self._asleep = found if found.is_sleeping else None
+                self._rest = found if found.is_sleeping or found.is_paused else None
             if isinstance(command, UseWeights):
                 self._weight_version, self.has_read = command.version, False
                 self._start_with_read(command.version, lasts=False)
@@ -393,7 +399,8 @@ class ProcessEngineClient(EngineClient):
     def unload(self, drain_timeout_s: float) -> None:
         """See ``EngineClient.unload``."""
         self._supervisor.unload(drain_timeout_s)
-        self._asleep = None
+        with self._lock:
+            self._rest = None
 
     def reload(self) -> None:
         """See ``EngineClient.reload``."""
@@ -412,16 +419,20 @@ class ProcessEngineClient(EngineClient):
         self._info = info
         self._weight_version = self._supervisor.start.weight_version or FIRST_VERSION
         self._send_watched()
-        self._send_to_sleep()
+        self._send_to_rest()
 
-    def _send_to_sleep(self) -> None:
-        """Have a process that is started anew sleep as the one before it did. The lock is held."""
-        asleep, process = self._asleep, self._supervisor.process
-        if asleep is None or process is None:
+    def _send_to_rest(self) -> None:
+        """Have a process that is started anew sleep, or pause, as the one before it did. The lock is held."""
+        rest, process = self._rest, self._supervisor.process
+        if rest is None or process is None:
             return
-        has = {"weights": asleep.has_weights, "kv_cache": asleep.has_pages}
-        tags = cast("tuple[WakeTag, ...]", tuple(tag for tag, is_there in has.items() if is_there))
-        commands: list[Command] = [Sleep(asleep.sleep_level, "abort"), *([WakeUp(tags)] if tags else [])]
+        commands: list[Command] = []
+        if rest.is_sleeping:
+            has = {"weights": rest.has_weights, "kv_cache": rest.has_pages}
+            tags = cast("tuple[WakeTag, ...]", tuple(tag for tag, is_there in has.items() if is_there))
+            commands += [Sleep(rest.sleep_level, "abort"), *([WakeUp(tags)] if tags else [])]
+        if rest.is_paused:
+            commands.append(PauseAll("abort"))
         for command in commands:
             self._num_calls += 1
             self._calls[self._num_calls] = future = Future[NDArray[np.float32]]()

@@ -241,7 +241,7 @@ def test_engines_that_die_meanwhile(
 @pytest.mark.parametrize(
     "kind", ["two", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("one", "roles"))]
 )
-def test_an_engine_that_is_killed_in_its_sleep_sleeps_again(
+def test_an_engine_that_is_killed_in_its_sleep_sleeps_again_and_a_paused_one_pauses(
     kind: str, folders: tuple[Path, Path], answers: dict[str, Any]
 ) -> None:
     if kind == "one":
@@ -267,6 +267,12 @@ def test_an_engine_that_is_killed_in_its_sleep_sleeps_again(
         kill_it()
         assert told(last, TellState()) == told(client, TellState()) == EngineCondition(False, 2, True, False)
         assert told(client, WakeUp()) == EngineCondition(False, 0, True, True)
+        kill_it()
+        assert told(last, TellState()) == EngineCondition(False, 0, True, True)
+        told(client, PauseAll())
+        kill_it()
+        assert told(last, TellState()) == told(client, TellState()) == EngineCondition(True, 0, True, True)
+        assert told(client, ResumeAll()) == EngineCondition(False, 0, True, True)
         kill_it()
         assert told(last, TellState()) == EngineCondition(False, 0, True, True)
         found = [Asked(client, f"{i}", IDS) for i in range(6)]
