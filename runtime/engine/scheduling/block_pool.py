@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -62,6 +62,7 @@ class Hit:
     num_tokens   tokens of all pages
     num_pages    full pages of tokens
     num_known    the first tokens whose pages lie somewhere, whether or not a state after them does
+    num_seen     with states: the first tokens whose pages lie somewhere, or are remembered as evicted
     difference   the first tokens that any prompt in the tree has, whether or not their pages lie somewhere
     differing    a content that goes on otherwise there, and how many of its tokens are the same; or None
     reasons      why no state after these was found, and why no further pages were
@@ -75,6 +76,7 @@ class Hit:
     num_tokens: int = 0
     num_pages: int = 0
     num_known: int = field(default=0, compare=False)
+    num_seen: int = field(default=0, compare=False)
     difference: int = field(default=0, compare=False)
     differing: tuple[CachedBlock, int] | None = field(default=None, compare=False)
     reasons: tuple[MissReason, MissReason] = field(default=("no_checkpoint", "unseen"), compare=False)
@@ -344,10 +346,15 @@ class BlockPool:
                 hit = replace(hit, partial=partial, num_partial=num_partial, num_tokens=num_tokens + num_partial)
         group = max(others or range(len(paths)), key=lambda each: len(paths[each]))
         num_pages, end = len(paths[group]), paths[group][-1] if paths[group] else None
+        num_seen = num_known
+        if self.states:
+            following = self._cache.next_digests(paths[group][:num_known], tokens, salt, group)
+            num_seen += sum(1 for _ in takewhile(self._evicted.__contains__, following))
         num_same, node = self._cache.difference(end, tokens[num_pages * self.block_size :], salt, group)
         return replace(
             hit,
             num_known=num_known * self.block_size,
+            num_seen=num_seen * self.block_size,
             difference=num_pages * self.block_size + num_same,
             differing=None if node is None else (node, num_same),
             reasons=self._why(hit, paths, num_known, tokens, salt),
@@ -361,7 +368,7 @@ class BlockPool:
             node.digest in self._evicted for group in self.states for node in paths[group][hit.num_pages : num_known]
         ) or any(self._had_state_inside(paths[group], hit, num_known, tokens, salt, group) for group in self.states)
         following = [
-            self._cache.next_digest(path[:num_known], tokens, salt, group)
+            next(self._cache.next_digests(path[:num_known], tokens, salt, group), None)
             for group, path in enumerate(paths)
             if self.kinds[group].follows_tokens
         ]
@@ -697,7 +704,7 @@ class BlockPool:
             gone = [child for of_first in node.children.values() for child in of_first]
             for each in gone if self._has_use(node) else [*gone, node]:
                 if each.block_id is not None and not self._is_held(each):
-                    self._part_of[each.block_id].idle.discard(each)
+                    self._part_of[each.block_id].idle.drop(each)
                     self._remember(each)
                     self._clear(each.block_id)
 
@@ -723,7 +730,7 @@ class BlockPool:
                     is_lone = not each.twins or not all(map(self._cache.has, each.twins))
                     if is_idle and is_lone and not self._has_state_inside(before.twins, each.tokens):
                         assert each.block_id is not None
-                        self._part_of[each.block_id].idle.discard(each)
+                        self._part_of[each.block_id].idle.drop(each)
                         self._remember(each)
                         self._clear(each.block_id)
 

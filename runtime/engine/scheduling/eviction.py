@@ -40,6 +40,9 @@ class EvictionPolicy(Protocol):
     def discard(self, node: CachedBlock) -> None:
         """Remove a node whose content is no longer useful."""
 
+    def drop(self, node: CachedBlock, /) -> None:
+        """Remove a node that goes with a victim, as one more."""
+
     def pop(self) -> CachedBlock:
         """Remove the next victim. There must be one."""
         ...
@@ -65,6 +68,8 @@ class LeastRecentlyUsed:
 
     def discard(self, node: CachedBlock) -> None:
         del self._nodes[node]
+
+    drop = discard
 
     def pop(self) -> CachedBlock:
         return self._nodes.popitem(last=False)[0]
@@ -113,13 +118,20 @@ class ReuseGap:
     def discard(self, node: CachedBlock) -> None:
         del self._queues[node.times_reused][node]
 
+    def drop(self, node: CachedBlock) -> None:
+        self.discard(node)
+        self._note(node)
+
     def pop(self) -> CachedBlock:
         victim = self._next_queue().popitem(last=False)[0]
+        self._note(victim)
+        return victim
+
+    def _note(self, victim: CachedBlock) -> None:
         self._clock += 1
         self._ghosts[victim.digest] = victim.last_used, victim.times_reused
         if len(self._ghosts) > self._num_ghosts:
             self._ghosts.popitem(last=False)
-        return victim
 
     def _next_queue(self) -> OrderedDict[CachedBlock, None]:
         """The queue whose head is due first; on a tie, the least reused."""
@@ -171,6 +183,8 @@ class ByReplay:
 
     def discard(self, node: CachedBlock) -> None:
         del self._values[node], self._floors[node]
+
+    drop = discard
 
     def pop(self) -> CachedBlock:
         while True:

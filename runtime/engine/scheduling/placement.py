@@ -175,14 +175,14 @@ class Placement:
 
 def checkpoints(sequence: Sequence, hit: Hit, pool: BlockPool) -> list[int]:
     """The ends of the chunks of a sequence that starts with ``hit``, after which a state is kept, ascending: the
-    prompt's end; the last boundaries that its request names, or else the last end of a page; and the end of those
-    cached pages which no kept state follows, since there another prompt left this one. None without states, or
-    without a prefix cache."""
+    prompt's end; the last boundaries that its request names, or else the last end of a page; and the ends of those
+    pages that are cached, and that were, but no kept state follows, since there other prompts left this one. None
+    without states, or without a prefix cache."""
     if not (pool.states and pool.enable_prefix_caching):
         return []
     request, end = sequence.request, sequence.num_prompt_tokens
     named = request.boundaries[-_MOST_BOUNDARIES:] or ((end - 1) // pool.block_size * pool.block_size,)
-    places = {sequence.cut(place) for place in (*named, hit.num_known)} | {end}
+    places = {sequence.cut(place) for place in (*named, hit.num_known, hit.num_seen)} | {end}
     return sorted(place for place in places if hit.num_tokens < place <= end)
 
 

@@ -14,7 +14,7 @@ Reference counts and the order of eviction belong to the block pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -233,13 +233,13 @@ class PrefixCache:
         """Whether a node is still in the tree."""
         return self._index.get(node.digest) is node
 
-    def next_digest(self, path: list[CachedBlock], tokens: NDArray[np.int32], salt: Salt, group: int) -> int | None:
-        """The digest that the full page after ``path`` would have; None if there is no such page."""
-        width, page = self._block_bytes // _TOKEN_BYTES, len(path)
-        following = np.ascontiguousarray(tokens[page * width : (page + 1) * width], np.int32).tobytes()
-        if len(following) < self._block_bytes:
-            return None
-        return self._digest(path[-1].digest if path else self.root_digest(salt, group), following)
+    def next_digests(self, path: list[CachedBlock], tokens: NDArray[np.int32], salt: Salt, group: int) -> Iterator[int]:
+        """The digests that the full pages of ``tokens`` after ``path`` would have."""
+        data, width = np.ascontiguousarray(tokens, np.int32).tobytes(), self._block_bytes
+        digest = path[-1].digest if path else self.root_digest(salt, group)
+        for end in range((len(path) + 1) * width, len(data) + 1, width):
+            digest = self._digest(digest, data[end - width : end])
+            yield digest
 
     def root_digest(self, salt: Salt, group: int) -> int:
         """The digest of ``root``."""

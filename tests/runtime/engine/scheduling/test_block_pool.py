@@ -10,10 +10,14 @@ from numpy.typing import NDArray
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import PrefixMiss
+from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import BlockPool, Chain, Hit
-from runtime.engine.scheduling.eviction import POLICIES, ByReplay
+from runtime.engine.scheduling.eviction import POLICIES, ByReplay, ReuseGap
 from runtime.engine.scheduling.host_pool import HostPool
+from runtime.engine.scheduling.placement import checkpoints
 from runtime.engine.scheduling.prefix_cache import CachedBlock, PrefixCache
+from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.sequence import Sequence as Choice
 from runtime.kv.kinds import FULL, State
 from tests.runtime.engine.scheduling.replayed import lru_hits, scheduler_hits
 
@@ -332,6 +336,29 @@ def test_the_beginning_of_a_page_goes_with_its_last_state() -> None:
     assert pool.num_cached == 5
     pool.allocate(1, 1)  # the state after 10, which costs two tokens
     assert (find(pool, *range(11)).num_tokens, pool.num_cached) == (8, 3)
+
+
+def test_a_state_is_kept_where_an_evicted_prompt_ended() -> None:
+    pool = pool_with_states(12, (12,))
+    pool.allocate(1, 1)  # the state, and with it all pages
+    hit = find(pool, *range(22))
+    assert (hit.num_tokens, hit.num_known, hit.num_seen, pool.num_cached) == (0, 0, 12, 0)
+    prompt = Request("", np.arange(22, dtype=np.int32), SamplingParams(), max_tokens=1, arrival_s=0.0)
+    assert checkpoints(Choice(prompt, 0), hit, pool) == [12, 20, 22]
+
+
+def test_what_goes_with_a_victim_is_known_when_it_comes_back() -> None:
+    cache, policy = PrefixCache(BLOCK_SIZE), ReuseGap(4)
+    nodes = [cache.add(cache.root(None, 0), np.full(BLOCK_SIZE, token, np.int32).tobytes()) for token in range(3)]
+    first, second, third = (node for node in nodes if node is not None)
+    for node in (first, second, third):
+        policy.add(node)
+    assert policy.pop() is first
+    policy.drop(second)
+    policy.discard(third)
+    for node in (first, second, third):
+        policy.add(node)
+    assert [node.times_reused for node in (first, second, third)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("inside", "end"), [(6, 9), (3, 5)])
