@@ -28,7 +28,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from numba_kernels.cuda.intrinsics.element_types import BITS, E4M3_SCALE_SHIFT, INTEGERS, ITEM_BYTES, SHIFTS, offset_of
+from numba_kernels.cuda.intrinsics.element_types import (
+    BITS,
+    E2M1_PLACES,
+    E4M3_SCALE_SHIFT,
+    EXPONENT_ROOM,
+    INTEGERS,
+    ITEM_BYTES,
+    SHIFTS,
+    offset_of,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -36,6 +45,7 @@ TILE_ROWS = 8
 STEP = 32  # elements of K that the lanes of a row hold 8 of each
 TILE_BYTES = 512  # of a slot
 GROUPS = (0, 16, 32, 64, 128)
+_MOST_EXPONENT = 127  # of a row's scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +173,9 @@ def arrange(
     padded = np.zeros((tiles * 16, slots * packing.slot), np.uint8)
     padded[:rows, :depth] = codes
     ordered = padded.reshape(tiles * 2, TILE_ROWS, slots, packing.steps, 4, 8).transpose(0, 2, 1, 4, 3, 5)
-    if BITS[packing.element] == 4:
+    if packing.element == "e2m1":
+        words = _e2m1_words(ordered)
+    elif BITS[packing.element] == 4:
         words = ordered[..., [0, 4, 1, 5]] | ordered[..., [2, 6, 3, 7]] << 4
     else:
         words = ordered[..., [0, 2, 1, 3, 4, 6, 5, 7]]
@@ -188,6 +200,15 @@ def arrange(
     return np.concatenate([np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts])
 
 
+def _e2m1_words(codes: Array) -> Array:
+    """[..., 8] codes as the four bytes of their word."""
+    halves = np.zeros((*codes.shape[:-1], 2), np.uint16)
+    for i, (fields, sign) in enumerate(E2M1_PLACES):
+        pair = codes[..., 2 * i : 2 * i + 2].astype(np.uint16)
+        halves |= (pair & 7) << fields | pair >> 3 << sign
+    return halves.view(np.uint8)
+
+
 def _kept_scales(packing: Packing, dtype: str, scales: Array, by_row: Array) -> tuple[Array, Array]:
     """(the groups' scales as they are kept, the rows' scales)."""
     if packing.scale == "e4m3":
@@ -195,7 +216,7 @@ def _kept_scales(packing: Packing, dtype: str, scales: Array, by_row: Array) -> 
     largest = np.abs(scales).max(axis=1, initial=0)
     exponents = np.where(largest > 0, np.frexp(largest)[1], 0)  # of the least power of two above
     if packing.scale == "exponent":
-        exponents = exponents - 1
+        exponents = np.minimum(exponents - 1 + EXPONENT_ROOM.get(dtype, 0), np.maximum(exponents - 1, _MOST_EXPONENT))
     shares = np.ldexp(scales, -exponents[:, None])
     by_row = np.ldexp(by_row, exponents).astype(np.float32)
     shift = SHIFTS.get((packing.element, dtype), 0)

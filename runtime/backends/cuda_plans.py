@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from numba_kernels.cuda import dequantize, dynamic_quantisation, gemm, rounded_norm
-from numba_kernels.cuda.experts import gather, hopper, order, packed, packed_gather, tensor_core, tiled
+from numba_kernels.cuda.experts import gather, hopper, order, packed, packed_gather, packed_rows, tensor_core, tiled
 from numba_kernels.cuda.gemm import Machine
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.gemm.mixed_input import BLOCK_M
@@ -222,6 +222,11 @@ def _plan_experts(weight: ExpertsWeight, product: gemm.Product, rows: RowList, m
         if weight.packing is None or packing is not None:
             return Planned(launch, takes_maps=weight.packing is None)
         return Planned(launch, dequantize.plan_experts(weight.packing, num_experts, width, depth, dtype))
+    if weight.packing is not None and rows.height <= packed_rows.MOST_ROWS:
+        launch = packed_rows.plan(
+            rows.num_tiles, columns, depth, weight.packing, activation, machine.arch, machine.num_multiprocessors
+        )
+        return Planned(launch)
     if weight.packing is not None:
         return Planned(packed.plan(rows.num_tiles, columns, dtype, weight.packing.name, activation, rows.height))
     if product.is_aligned and tensor_core.can_plan(dtype, depth):
@@ -281,5 +286,20 @@ def tile_rows_of(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> in
         return tiled.TILE_ROWS  # a packed weight was made for tensor cores
     num_experts, width, _ = weights[-1].shape
     if any(weight.packing is not None for weight in weights):
-        return packed.choose_tile_rows(rows, num_experts)
+        return _few_rows_of(x, rows, weights) or packed.choose_tile_rows(rows, num_experts)
     return tensor_core.choose_tile(rows, num_experts, width, Gpu.of(x.device).properties.num_sms).block_m
+
+
+def _few_rows_of(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
+    """Rows of the tiles of experts that have very few each; 0 where they have more, or such a kernel does not take
+    all of the products."""
+    arch, heights = Gpu.of(x.device).arch, []
+    for each in weights:
+        is_gated = len(weights) == 2 and each is weights[0] and each.shape[1] != weights[1].shape[2]
+        columns = each.shape[1] // 2 if is_gated else each.shape[1]
+        if each.packing is None or each.exact or x.address % 16:
+            return 0
+        if not packed_rows.can_plan(each.packing, x.dtype.ptx, columns, each.shape[2], arch, is_gated=is_gated):
+            return 0
+        heights.append(packed_rows.tile_rows(each.packing, rows, each.shape[0]))
+    return min(heights)

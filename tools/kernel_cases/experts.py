@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from numba_kernels.cuda.experts import hopper, packed, packed_gather, tensor_core, tiled
+from numba_kernels.cuda.experts import hopper, packed, packed_gather, packed_rows, tensor_core, tiled
 from numba_kernels.cuda.gemm import machine_of
 from numba_kernels.cuda.gemm.epilogue import LIMIT, SLOPE
 from numba_kernels.cuda.gemm.hopper_ring import Tile as HopperTile
 from numba_kernels.cuda.gemm.mixed_input import BLOCK_M, BLOCK_N, FEW_ROWS
+from numba_kernels.cuda.gemm.packed_factors import row_counts
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.gemm.tensor_core import MEDIUM, SKINNY, SMALL, Tile
 from numba_kernels.cuda.specialisation import Launch
@@ -169,6 +170,10 @@ def tier_cases() -> Iterator[Case]:
     for format in ("mxfp4", "int4 g128", "int8"):
         for tile_rows, rows in ((BLOCK_M, 128), (FEW_ROWS, 1)):
             yield _tier("packed", format, 4, rows, tile_rows, BLOCK_N, _with_packing(format, tile_rows))
+    for format in ("mxfp4", "int4 g128"):
+        tile_rows = row_counts(FORMATS[format].packing)[-1]
+        columns = PACKED_ROWS * packed_rows.TEAMS
+        yield _tier("packed_rows", format, 4, 4, tile_rows, columns, _with_rows(format))
     for each, rows in ((hopper.ALONE, 128), (hopper.PAIR, 256)):
         yield _tier(f"hopper {each}", "bf16", 4, rows, hopper.tile_rows(each), each.block_n, _by_wgmma(each), maps=True)
 
@@ -180,6 +185,13 @@ def _with_tile(tile: Tile) -> Callable[..., Launch]:
 def _with_packing(format: str, tile_rows: int) -> Callable[..., Launch]:
     name = FORMATS[format].packing.name
     return lambda tiles, columns, dtype, activation: packed.plan(tiles, columns, dtype, name, activation, tile_rows)
+
+
+def _with_rows(format: str) -> Callable[..., Launch]:
+    packing = FORMATS[format].packing
+    return lambda tiles, columns, _, activation: packed_rows.plan(
+        tiles, columns, _K, packing, activation, "sm_90a", 132
+    )
 
 
 def _by_wgmma(tile: HopperTile) -> Callable[..., Launch]:

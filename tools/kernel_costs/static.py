@@ -28,7 +28,7 @@ from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flas
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import WIDE
 from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
-from numba_kernels.cuda.experts import packed_gather
+from numba_kernels.cuda.experts import packed_gather, packed_rows
 from numba_kernels.cuda.gemm import (
     hopper,
     hopper_bytes,
@@ -270,6 +270,10 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
             return count * packed_stream.row_bytes(packing, 8192)
         stage_bytes = packed_gather.WARPS * packed_ring(packing.name, 1, slots).stage_bytes
         return 2 * stage_bytes + packed_stream.row_bytes(packing, 8192)
+    if name.startswith("experts_packed_rows"):  # rows of 4,096 numbers, or the longest with such a ring
+        slots = int(constants["ring_slots"])
+        rings = (packed_rows.ring_of(packing, depth, arch) for depth in (4096, 2048, 1024))
+        return next((shared_bytes for found, shared_bytes in rings if found == slots), 1)
     if name.startswith("experts_packed"):
         return mixed_input.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
     if name.startswith("gemm_w8a8"):

@@ -7,6 +7,7 @@
     tensor_core    the same on tensor cores: 16-bit rows, by the tiles of dense products
     hopper         the same by `wgmma` (sm_90a): many rows of each expert
     packed         the same for experts that stay quantised
+    packed_rows    the same for very few rows of each expert
     combine        the weighted sum of a token's experts
     gather         few tokens: straight over the chosen experts, without an order; the sum comes with the second product
     packed_gather  the same for experts that stay quantised
@@ -27,6 +28,7 @@ from numba_kernels.cuda.experts import (
     order,
     packed,
     packed_gather,
+    packed_rows,
     router,
     routing,
     tensor_core,
@@ -35,11 +37,13 @@ from numba_kernels.cuda.experts import (
 from numba_kernels.cuda.specialisation import Specialisation
 
 __all__ = [
-    "combine", "gather", "hopper", "low_rank", "order", "packed", "packed_gather", "router", "routing",
-    "specialisations", "tensor_core", "tiled",
+    "combine", "gather", "hopper", "low_rank", "order", "packed", "packed_gather", "packed_rows", "router",
+    "routing", "specialisations", "tensor_core", "tiled",
 ]  # fmt: skip
 
-_PARTS = (routing, router, order, tiled, tensor_core, hopper, packed, combine, gather, packed_gather, low_rank)
+_PARTS = (
+    routing, router, order, tiled, tensor_core, hopper, packed, packed_rows, combine, gather, packed_gather, low_rank
+)  # fmt: skip
 
 
 def specialisations() -> Iterator[Specialisation]:

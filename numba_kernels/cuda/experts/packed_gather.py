@@ -69,15 +69,16 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
+    leave = reader.factors.leave
     packing = packing_of(weight_name)
     assert packing is not None
-    slot_elements, has_few_registers = packing.slot, packing.element == "e2m1"
+    slot_elements = packing.slot
 
     def experts(x, table, ids, out, n, k, num_experts, top_k):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array(WARPS, uint32)
         partial = cuda.shared.array((2, 2, STREAMS, ROWS), float32)  # of one tile and the next
-        places = cuda.shared.array(2, uint64)  # of weight and bias, where registers are few
+        partials = memory.shared_address(partial)
         if has_ring:
             state = cuda.local.array(STATE, uint32)
             barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
@@ -118,9 +119,6 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
         most = largest(x_row, warp, uint32(WARPS), k, lane)
         if lane == uint32(0):
             greatest[warp] = most
-        if has_few_registers and thread == uint32(0):
-            places[0] = weight
-            places[1] = bias
         sync_block()
         for other in range(WARPS):
             most = max(most, greatest[other])
@@ -132,8 +130,6 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
         while tile < tiles:
             following = uint32(tile + uint32(cuda.gridDim.x))
             goes_on = uint32(1) if following < tiles else uint32(0)
-            if has_few_registers:
-                weight = places[0]
             if has_ring:
                 multiply_ring(
                     sums, state, rows, scale_rows, stages, barriers, weight, ring_places, at, uint32(0), first, last,
@@ -145,9 +141,7 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
                     sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, uint32(0), first,
                     last, lane,
                 )  # fmt: skip
-            if (lane & uint32(3)) == uint32(0):
-                partial[turn, half, stream, lane >> uint32(2)] = sums[0]
-                partial[turn, half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
+            leave(sums, uint32(partials + uint32(turn * uint32(WARPS) + warp) * uint32(ROWS * 4)), lane)
             column = uint32(tile * uint32(ROWS) + thread)
             tile = following
             sync_block()
@@ -157,8 +151,6 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
                     gate += partial[turn, 0, i, thread]
                     up += partial[turn, 1, i, thread]
                 whole = unfactor * float32(shift)
-                if has_few_registers:
-                    weight, bias = places[0], places[1]
                 gate = scale_element(scale_element(gate, whole), row_scale(weight, both, k, column))
                 up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
                 if bias != uint64(0):
@@ -190,6 +182,7 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
+    leave = reader.factors.leave
     row_width = reader.factors.planes * reader.factors.plane_bytes  # bytes of a number
     packing = packing_of(weight_name)
     assert packing is not None
@@ -199,6 +192,7 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
         staged = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array(most_warps, uint32)
         partial = cuda.shared.array((most_warps, ROWS), float32)
+        partials = memory.shared_address(partial)
         finished = cuda.shared.array((most_warps, ROWS), float32)
         if has_ring:
             state = cuda.local.array(STATE, uint32)
@@ -263,9 +257,7 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
                 multiply(
                     sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), at, uint32(0), first, last, lane
                 )  # fmt: skip
-            if (lane & uint32(3)) == uint32(0):
-                partial[warp, lane >> uint32(2)] = sums[0]
-                partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
+            leave(sums, uint32(partials + warp * uint32(ROWS * 4)), lane)
             sync_block()
             column = uint32(tile * uint32(ROWS) + lane)
             if stream == uint32(0) and lane < uint32(ROWS):

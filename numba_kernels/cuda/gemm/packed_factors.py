@@ -1,15 +1,15 @@
-"""One to five rows times a packed weight: the forms of x and the weight for tensor cores.
+"""One to eight rows times a packed weight: the forms of x and the weight for tensor cores.
 
 Lesson: the choice of the factor that is made to fit the other. Unpacking costs more than memory does where each pair of
 numbers is shifted, masked, centred and scaled (`skinny`), and `mma.sync` computes 8 columns where few are needed. So
 
-    digits    integers, and e2m1, which is half an integer: as int8, which takes a shift and a `lop3` for four numbers.
-              x becomes a whole number of 23 bits, times a power of two that brings its largest number below 2^22, and
-              that three digits of 8 bits, in three of the columns: a second row is free, two more rows are a second
-              product, and a fifth is free in both. Sums of digits are exact in int32, until a group's scale multiplies
-              them. Numbers below 2^-23 of the largest are lost
-    halves    e4m3: as float16, by moving its fields. x becomes float16, its largest number 2^14, a row a column;
-              numbers of at least 2^-31 of that are kept
+    digits    integers: as int8, which takes a shift and a `lop3` for four numbers. x becomes a whole number of 23 bits,
+              times a power of two that brings its largest number below 2^22, and that three digits of 8 bits, in three
+              of the columns: a second row is free, two more rows are a second product, and a fifth is free in both.
+              Sums of digits are exact in int32, until a group's scale multiplies them. Numbers below 2^-23 of the
+              largest are lost
+    halves    e4m3 and e2m1: as float16, by moving their fields. x becomes float16, its largest number 2^14, a row a
+              column; numbers of at least 2^-31 of that are kept
 
 Each row has its own largest number, and sums of its own: its bits do not depend on the others.
 
@@ -62,6 +62,7 @@ class Factors:
         planes: that a row is staged in, one after the other; the next row follows after `ROW_GAP`.
         plane_bytes: of each number in a plane.
         part_type: of a group's sums; `num_parts` of them a lane.
+        num_sums: finished ones of a lane.
         scale_by: ``largest magnitude's bits -> (factor of x, factor of sums)``.
         stage: ``(x_row, norm, target, part, parts, k, padded, factor, lane)``: this warp's chunks of `numbers_of` a row
             go to shared memory, zeros after k.
@@ -69,8 +70,9 @@ class Factors:
         apart: ``(row_bytes, padded, lane) -> bytes`` from there to those for the second product.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
         settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of the weight's rows g and g + 8, are
-            added to sums[2 r] and sums[2 r + 1], those of x's row r.
-        finish: ``(sums, lane)``: reduces them over the lanes of a row of the weight, to lane 4 g.
+            added to `sums`.
+        leave: ``(sums, target, lane)``: the finished sums go to shared memory, float32, 16 for each row of x.
+        place_of: ``index -> (row of x, row of the weight)``: which of these sums is the one of that number.
         shift: a power of two that sums lack.
     """
 
@@ -79,22 +81,31 @@ class Factors:
     plane_bytes: int
     part_type: Any
     num_parts: int
+    num_sums: int
     scale_by: Any
     stage: Any
     place: Any
     apart: Any
     step_taker: Any
     settle: Any
-    finish: Any
+    leave: Any
+    place_of: Any
     shift: int
 
 
+_WEIGHT_ROWS = 16
+
+
+def row_counts(packing: Packing) -> tuple[int, ...]:
+    """The numbers of x's rows that there are functions for."""
+    return (1, 2, 4, 5) if packing.element in BYTE_ORDER else (1, 2, 4, 8)
+
+
 def factors_of(packing: Packing, rows: int = 1) -> Factors:
-    """The functions for so many rows of x, 1, 2, 4 or, but for e4m3, 5. Raises ValueError for a packing without
-    them."""
+    """The functions for so many rows of x, of `row_counts`. Raises ValueError for a packing without them."""
     if packing.element in BYTE_ORDER:
         return _digits(packing.element, packing.lane_words, rows)
-    if packing.element == "e4m3":
+    if packing.element in ("e4m3", "e2m1"):
         return _halves(packing.element, packing.lane_words, rows)
     raise ValueError(f"packing: rows of bfloat16 are not multiplied by {packing.element}")
 
@@ -140,11 +151,8 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
     first, second = BYTE_ORDER[element]
     num_x, second_row, has_fifth = -(-min(rows, 4) // 2), min(rows - 1, 1), rows == 5
     num_parts, num_pairs = num_x * 4, min(rows, 4)  # of sums, in all lanes alike
-    signs = ((0, 1, 2, 3), (4, 5, 6, 7)) if element == "e2m1" else ((0, 1, 2, 3),)  # of `bytes_all`
     multiply, multiply_odd = (
-        multiply_bytes(
-            "s8", tuple((4 * j, pairs, (4 * j + half, 4 * j + half + 1)) for j in range(num_x) for pairs in signs)
-        )
+        multiply_bytes("s8", tuple((4 * j, (0, 1, 2, 3), (4 * j + half, 4 * j + half + 1)) for j in range(num_x)))
         for half in (0, 2)
     )
 
@@ -225,7 +233,7 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
             parts[e] = uint32(0)
 
     @device_function
-    def finish(sums, lane):
+    def leave(sums, target, lane):
         digit = uint32(lane & uint32(3))
         factor = as_float(uint32(uint32(uint32(127 + 16) - digit * uint32(8)) << uint32(23)))
         if has_fifth:  # all of its digits are lane 3's of four; lane 0 keeps it
@@ -236,16 +244,22 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
             total = sums[e] * factor if digit < uint32(_PLANES) else float32(0.0)
             total += shuffle_xor_f32(total, uint32(1))
             sums[e] = total + shuffle_xor_f32(total, uint32(2))
+        if digit == uint32(0):
+            for r in range(rows):
+                at = uint32(target + lane + uint32(r * 4 * _WEIGHT_ROWS))  # of lane 4 g
+                memory.shared_store_f32(at, sums[2 * r])
+                memory.shared_store_f32(uint32(at + uint32(32)), sums[2 * r + 1])
 
+    place_of = device_function(lambda index: (uint32(index >> uint32(4)), uint32(index & uint32(15))))
     return Factors(
-        num_x, _PLANES, 1, uint32, num_parts, _scaler(_LARGEST_WHOLE), stage, place, apart, step_taker, settle, finish,
-        BYTES_SHIFT[element],
+        num_x, _PLANES, 1, uint32, num_parts, 2 * rows, _scaler(_LARGEST_WHOLE), stage, place, apart, step_taker,
+        settle, leave, place_of, BYTES_SHIFT[element],
     )  # fmt: skip
 
 
 @functools.cache
 def _halves(element: str, lane_words: int, rows: int) -> Factors:
-    num_sums = 2 * rows
+    num_sums = 2 * min(rows, 2)
     multiply = multiply_all("f16", ((0, (0, 4, 1, 5), (0, 1)), (0, (2, 6, 3, 7), (2, 3))))
 
     @device_function
@@ -293,12 +307,27 @@ def _halves(element: str, lane_words: int, rows: int) -> Factors:
         for e in range(4):
             parts[e] = float32(0.0)
 
+    half = max(1, rows // 2)  # even rows of x come first, and the columns of the upper four exchanged by eights: lanes
+    # of a store are in different banks
+
     @device_function
-    def finish(sums, lane):
-        for e in range(4, num_sums):
-            sums[e] = shuffle_xor_f32(sums[e - 4], uint32(1))
+    def leave(sums, target, lane):
+        t = uint32(lane & uint32(3))
+        at = uint32(target + t * uint32(4 * _WEIGHT_ROWS) + (uint32(lane & uint32(28)) ^ uint32((t >> uint32(1)) << 5)))
+        for r in range(num_sums // 2):
+            if uint32(t * uint32(2) + uint32(r)) < uint32(rows):
+                memory.shared_store_f32(uint32(at + uint32(r * half * 4 * _WEIGHT_ROWS)), sums[2 * r])
+                memory.shared_store_f32(
+                    uint32((at ^ uint32(32)) + uint32(r * half * 4 * _WEIGHT_ROWS)), sums[2 * r + 1]
+                )
+
+    @device_function
+    def place_of(index):
+        at = uint32(index >> uint32(4))
+        row = uint32(uint32(at % uint32(half)) * uint32(2) + uint32(at // uint32(half)))
+        return row, uint32((index & uint32(15)) ^ uint32((row >> uint32(2)) << uint32(3)))
 
     return Factors(
-        1, 1, 2, float32, 4, _scaler(_LARGEST_HALF), stage, place, apart, step_taker, settle, finish,
+        1, 1, 2, float32, 4, num_sums, _scaler(_LARGEST_HALF), stage, place, apart, step_taker, settle, leave, place_of,
         SHIFTS[element, "f16"],
     )  # fmt: skip

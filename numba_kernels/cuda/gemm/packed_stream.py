@@ -1,4 +1,4 @@
-"""One to five rows times a packed weight: a warp's reads of 16 rows of it. `packed_factors` has the forms of both
+"""One to eight rows times a packed weight: a warp's reads of 16 rows of it. `packed_factors` has the forms of both
 factors.
 
 A warp has `AHEAD` slots of its part of K in flight in registers, half as many where they have many scales. If its block
@@ -17,7 +17,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.packed_factors import Factors, as_float, factors_of, load_row, times_norm
 from numba_kernels.cuda.intrinsics import convert, memory
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import load_all
 from numba_kernels.cuda.intrinsics.memory import load_f32
@@ -40,13 +40,14 @@ class PackedReader:
 
     Attributes:
         factors: how x is staged.
+        of_sums: what finished sums are multiplied by.
         num_scale_words: of all slots, at least 1.
         aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: the addresses of a tile's slots.
         begin: ``(words, scales, rows, scale_rows, first, last)``: loads the first slots.
         begin_early: the same before `wait_for_previous_grid`.
         multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, apart, first, last,
-            lane)``: sums[2 r] and sums[2 r + 1] are those of x's row r and rows g and g + 8 of the tile in lane 4 g,
-            without the rows' scales; x is where `factors` places the lane, `apart` the bytes from there to the second
+            lane)``: the lane's sums of the tile's rows, which `factors.leave` completes, without the rows' scales; x is
+            where `factors` places the lane, `apart` the bytes from there to the second
             product's x. With `goes_on` not 0, the next tile's first slots are loaded from `aim`'s addresses, and `rows`
             become its own.
         take_slot: ``(sums, parts, pairs, x_words, words, scales, x_at)``: multiplies one slot, the first of `words`.
@@ -55,6 +56,7 @@ class PackedReader:
     """
 
     factors: Factors
+    of_sums: float
     num_scale_words: int
     aim: Any
     begin: Any
@@ -67,19 +69,19 @@ class PackedReader:
 
 @functools.cache
 def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
-    """The functions for so many rows of x, 1, 2, 4 or 5."""
+    """The functions for so many rows of x, of `row_counts`."""
     packing = packing_of(weight_name)
     assert packing is not None
     find, steps, is_grouped = sections_of(packing, DTYPE), packing.steps, packing.group > 0
     ahead = AHEAD if packing.chunk_bytes(DTYPE) <= _FEW_SCALE_BYTES else AHEAD // 2
-    has_more = ahead > 2
     scale_words, scale_step = packing.chunk_bytes(DTYPE) // 4, TILE_ROWS * packing.chunk_bytes(DTYPE)
     factors, slot_elements = factors_of(packing, num_rows), packing.slot
-    part_type, num_parts, num_sums = factors.part_type, factors.num_parts, 2 * num_rows
+    part_type, num_parts, num_sums = factors.part_type, factors.num_parts, factors.num_sums
     num_x, num_x_words = factors.num_x, 4 * factors.num_x
-    settle, finish = factors.settle, factors.finish
-    of_scale = 2.0 ** -SHIFTS.get((packing.element, DTYPE), 0)  # what a kept scale is too large by
+    settle = factors.settle
     is_exponent = packing.scale == "exponent"
+    of_scale = 2.0 ** -SHIFTS.get((packing.element, DTYPE), 0)  # what a kept scale is too large by
+    of_sums = of_scale if is_exponent else 1.0  # sums have room for such exponents (`EXPONENT_ROOM`)
 
     def loader(i: int, how: str = "stream") -> Any:
         load_words = load_all(how, tuple((8 * i + 4 * r, r, i * TILE_BYTES) for r in range(2)))
@@ -102,7 +104,7 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
             def read(scales):
                 upper = as_float(uint32((scales[word] >> uint32(up[0])) & uint32(0xFF)) << uint32(23))
                 lower = as_float(uint32((scales[word] >> uint32(up[1])) & uint32(0xFF)) << uint32(23))
-                return upper * float32(of_scale), lower * float32(of_scale)
+                return upper, lower
 
         else:
             word = i * scale_words + group
@@ -121,7 +123,8 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
         read = scale_reader(i, step * 32 // packing.kept_group) if ends_group else None
 
         @device_function
-        def take_step(sums, parts, pairs, x_words, words, scales, x_at):
+        def take_step(state):
+            sums, parts, pairs, x_words, words, scales, x_at = state
             take(parts, pairs, x_words, words, x_at)
             if ends_group:
                 upper, lower = read(scales)
@@ -130,21 +133,14 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
         return take_step
 
     def slot_taker(i: int) -> Any:
-        takers: list[Any] = [step_taker(i, step) for step in range(steps)] + [None] * (4 - steps)
-        take_0, take_1, take_2, take_3 = takers
-        has_four = steps == 4
+        take = in_turn([step_taker(i, step) for step in range(steps)])
 
         @device_function
         def take_slot(sums, parts, pairs, x_words, words, scales, x_at):
-            take_0(sums, parts, pairs, x_words, words, scales, x_at)
-            take_1(sums, parts, pairs, x_words, words, scales, x_at)
-            if has_four:
-                take_2(sums, parts, pairs, x_words, words, scales, x_at)
-                take_3(sums, parts, pairs, x_words, words, scales, x_at)
+            take((sums, parts, pairs, x_words, words, scales, x_at))
 
         return take_slot
 
-    slot_0, slot_1, slot_2, slot_3 = (slot_taker(i) for i in range(AHEAD))
     slot_bytes = slot_elements * factors.plane_bytes
 
     @device_function
@@ -157,41 +153,45 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
         scale_rows[0] = all_scales + at + uint64(lane >> uint32(2)) * uint64(4 * scale_words)
 
     def beginner(how: str) -> Any:
-        ask_0, ask_1, ask_2, ask_3 = (loader(i, how) for i in range(AHEAD))
+        def asker(i: int) -> Any:
+            load = loader(i, how)
+
+            @device_function
+            def ask(state):
+                words, scales, rows, scale_rows, first, last = state
+                if first + uint32(i) < last:
+                    load(words, scales, rows, scale_rows)
+
+            return ask
+
+        ask_all = in_turn([asker(i) for i in range(ahead)])
 
         @device_function
         def begin(words, scales, rows, scale_rows, first, last):
-            if first < last:
-                ask_0(words, scales, rows, scale_rows)
-            if first + uint32(1) < last:
-                ask_1(words, scales, rows, scale_rows)
-            if has_more:
-                if first + uint32(2) < last:
-                    ask_2(words, scales, rows, scale_rows)
-                if first + uint32(3) < last:
-                    ask_3(words, scales, rows, scale_rows)
+            ask_all((words, scales, rows, scale_rows, first, last))
 
         return begin
 
-    def follower(i: int) -> Any:
-        """Fills a slot's place again once it is used: with this tile's, or with the next one's."""
-        load = loader(i)
+    def turn_taker(i: int) -> Any:
+        """One slot, whose place is filled again once it is used: with this tile's, or with the next one's."""
+        load, take = loader(i), slot_taker(i)
 
         @device_function
-        def follow(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count):
-            if left > uint32(ahead + i):
-                load(words, scales, rows, scale_rows)
-            elif goes_on != uint32(0) and uint32(i) < count:
-                load(words, scales, next_rows, next_scale_rows)
+        def take_turn(state):
+            sums, parts, pairs, x_words, words, scales, x_at, rows, scale_rows, next_rows, next_scale_rows = state[:11]
+            goes_on, left, count = state[11:]
+            if left > uint32(i):
+                take(sums, parts, pairs, x_words, words, scales, x_at)
+                for j in range(num_x):
+                    x_at[j] = uint32(x_at[j] + uint32(slot_bytes))
+                if left > uint32(ahead + i):
+                    load(words, scales, rows, scale_rows)
+                elif goes_on != uint32(0) and uint32(i) < count:
+                    load(words, scales, next_rows, next_scale_rows)
 
-        return follow
+        return take_turn
 
-    follow_0, follow_1, follow_2, follow_3 = (follower(i) for i in range(AHEAD))
-
-    @device_function
-    def pass_x(x_at):
-        for j in range(num_x):
-            x_at[j] = uint32(x_at[j] + uint32(slot_bytes))
+    take_turns = in_turn([turn_taker(i) for i in range(ahead)])
 
     @device_function
     def multiply(
@@ -212,25 +212,15 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
             rows[1] += uint64(ahead * TILE_BYTES)
             scale_rows[0] += uint64(ahead * scale_step)
             left = uint32(last - slot)
-            slot_0(sums, parts, pairs, x_words, words, scales, x_at)
-            pass_x(x_at)
-            follow_0(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
-            if left > uint32(1):
-                slot_1(sums, parts, pairs, x_words, words, scales, x_at)
-                pass_x(x_at)
-                follow_1(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
-            if has_more and left > uint32(2):
-                slot_2(sums, parts, pairs, x_words, words, scales, x_at)
-                pass_x(x_at)
-                follow_2(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
-            if has_more and left > uint32(3):
-                slot_3(sums, parts, pairs, x_words, words, scales, x_at)
-                pass_x(x_at)
-                follow_3(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
+            take_turns((
+                sums, parts, pairs, x_words, words, scales, x_at, rows, scale_rows, next_rows, next_scale_rows,
+                goes_on, left, count,
+            ))  # fmt: skip
             slot = uint32(slot + uint32(ahead))
         if not is_grouped:
             settle(sums, parts, float32(1.0), float32(1.0))
-        finish(sums, lane)
+        for e in range(num_sums):
+            sums[e] *= float32(of_sums)
         rows[0] = next_rows[0]
         rows[1] = next_rows[1]
         scale_rows[0] = next_scale_rows[0]
@@ -241,8 +231,8 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
 
     slots_of = device_function(lambda k: uint32(k + uint32(slot_elements - 1)) // uint32(slot_elements))
     return PackedReader(
-        factors, max(1, AHEAD * scale_words), aim, beginner("stream"), beginner("stream_early"), multiply, slot_0,
-        row_scale, slots_of,
+        factors, of_sums, max(1, AHEAD * scale_words), aim, beginner("stream"), beginner("stream_early"), multiply,
+        slot_taker(0), row_scale, slots_of,
     )  # fmt: skip
 
 

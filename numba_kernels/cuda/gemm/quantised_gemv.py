@@ -1,4 +1,4 @@
-"""Quantised GEMV, one to five rows times a packed weight: `skinny` for very few rows, by `packed_stream`.
+"""Quantised GEMV, one to eight rows times a packed weight: `skinny` for very few rows, by `packed_stream`.
 
 A block takes up to 64 columns at a time, 16 a team; a team's warps share K (a gated unit has teams of the gate's rows
 and of up's). A block's teams share x, which it brings to shared memory once, so that a block has as many columns as
@@ -27,7 +27,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.adapters import riding
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element
-from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
+from numba_kernels.cuda.gemm.packed_factors import ROW_GAP, row_counts
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
     NUM_WORDS,
@@ -57,19 +57,16 @@ _UNDER_WAY_BYTES = BLOCK_WARPS * 4096  # of a block
 _START_S = 0.7e-6
 _NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each of its numbers: by counts, not measured
 UNPACKING = {
-    "u4": (254, 270, 322, 322), "u8": (95, 95, 104, 104), "e4m3": (334, 343, 343), "e2m1": (467, 531, 704, 704),
+    "u4": (254, 270, 322, 322), "u8": (95, 95, 104, 104), "e4m3": (334, 343, 343, 343),
+    "e2m1": (474, 506, 506, 506),
 }  # fmt: skip
-"""Machine instructions of a warp for 4 KB of a weight in registers, by its elements and `NUM_ROWS`."""
+"""Machine instructions of a warp for 4 KB of a weight in registers, by its elements and `row_counts`."""
 _RING_INSTRUCTIONS = 60  # that a stage takes besides
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
 _SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10}  # of a block, less what ptxas rounds up
 _LEAST_SHARED_BYTES = 98 << 10  # on other architectures
 _SUMS_BYTES = 2 * BLOCK_WARPS * ROWS * 4 + 2 * BLOCK_WARPS * 4 + 4  # of a row, in static shared memory
 NUMBERS_A_LINE = 32  # of the norm's weights, in a line of a cache
-NUM_ROWS = (1, 2, 4, 5)  # of x, that a kernel is made for; 5 but for e4m3
-_E2M1_SPILLS_ON = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a")
-_TOO_FEW_REGISTERS = {("e2m1", 5): _E2M1_SPILLS_ON, ("e2m1", 4): _E2M1_SPILLS_ON, ("e2m1", 2): ("sm_80",)}
-"""Architectures where kernels of an element and so many rows spill."""
 
 
 @functools.cache
@@ -86,10 +83,11 @@ def _kernel(
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
-    apart = reader.factors.apart
+    apart, leave, place_of = reader.factors.apart, reader.factors.leave, reader.factors.place_of
     packing = packing_of(weight_name)
     assert packing is not None
-    slot_elements, is_gated, num_rows, num_sums = packing.slot, activation != "", rows, 2 * rows
+    slot_elements, is_gated, num_rows = packing.slot, activation != "", rows
+    num_sums, num_rows_sums = reader.factors.num_sums, rows * ROWS
     number_bytes = reader.factors.planes * reader.factors.plane_bytes  # of x, as it is staged
     gated = GATED[activation] if is_gated else None
     has_one_more = takes_adapters and _has_expanding_warp(rows, has_ring=has_ring)
@@ -107,7 +105,8 @@ def _kernel(
         greatest = cuda.shared.array((num_rows, warps), uint32)
         row_squares = cuda.shared.array((num_rows, warps), float32)
         wholes = cuda.shared.array(num_rows, float32)  # the factors of finished sums
-        partial = cuda.shared.array((2, warps, num_rows, ROWS), float32)  # of these columns, and of the next
+        partial = cuda.shared.array((2, warps, num_rows_sums), float32)  # of these columns, and of the next
+        partials = memory.shared_address(partial)
         if has_ring:
             state = cuda.local.array(STATE, uint32)
             barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
@@ -212,47 +211,44 @@ def _kernel(
                     sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), x_place,
                     between, first, last, lane,
                 )  # fmt: skip
-            if (lane & uint32(3)) == uint32(0):
-                for r in range(num_rows):
-                    partial[turn, warp, r, lane >> uint32(2)] = sums[2 * r]
-                    partial[turn, warp, r, uint32((lane >> uint32(2)) + uint32(8))] = sums[2 * r + 1]
+            leave(sums, uint32(partials + uint32(turn * uint32(warps) + warp) * uint32(num_rows_sums * 4)), lane)
             sync_block()
             if stream == uint32(0) and team < columns_teams:  # whole warps, which add squares
                 if takes_adapters and not has_one_more and tile == uint32(block * columns_teams + inside):
                     riding.wait_for_shrinking(added)
-                own = lane & uint32(ROWS - 1)
-                column = uint32(tile * uint32(ROWS) + own)
-                for r in range(num_rows):
-                    total, up = float32(0.0), float32(0.0)
+                for each in range(num_rows):
+                    total, up, own = float32(0.0), float32(0.0), uint32(uint32(each * ROWS) + (lane & uint32(ROWS - 1)))
+                    r, inside_tile = place_of(own)
+                    column = uint32(tile * uint32(ROWS) + inside_tile)
                     index = uint32(0)
                     while index < streams:
-                        total += partial[turn, uint32(warp + index), r, own]
+                        total += partial[turn, uint32(warp + index), own]
                         if is_gated:
-                            up += partial[turn, uint32(warp + columns_teams * streams + index), r, own]
+                            up += partial[turn, uint32(warp + columns_teams * streams + index), own]
                         index = uint32(index + uint32(1))
                     value = float32(0.0)
-                    if lane < uint32(ROWS) and column < n and uint32(r) < m:
+                    if lane < uint32(ROWS) and column < n and r < m:
                         value = scale_element(scale_element(total, wholes[r]), row_scale(weight, both, k, column))
                         if has_one_more:
-                            sum_at = uint32(turn * uint32(tile_floats) + uint32(r) * columns_teams * uint32(ROWS))
-                            sum_at = uint32(expanded + (sum_at + inside * uint32(ROWS) + own) * uint32(4))
+                            sum_at = uint32(turn * uint32(tile_floats) + r * columns_teams * uint32(ROWS))
+                            sum_at = uint32(expanded + (sum_at + inside * uint32(ROWS) + inside_tile) * uint32(4))
                             value += memory.shared_load_f32(sum_at)
                         elif takes_adapters:
-                            value += expand(aim_one(uint32(r), column, added))
+                            value += expand(aim_one(r, column, added))
                         if is_gated:
                             up = scale_element(scale_element(up, wholes[r]), row_scale(weight, both, k, column + n))
                             if has_one_more:
                                 sum_at = uint32(sum_at + columns_teams * uint32(num_rows * ROWS * 4))
                                 up += memory.shared_load_f32(sum_at)
                             elif takes_adapters:
-                                up += expand(aim_one(uint32(r), uint32(column + n), added))
+                                up += expand(aim_one(r, uint32(column + n), added))
                             value = gated(value, up)
-                        value = finish(bias, bias_is_f32, residual, out, n, uint32(r), column, value)
+                        value = finish(bias, bias_is_f32, residual, out, n, r, column, value)
                     if not is_gated and squares != uint64(0):
                         squared = value * value
                         for i in range(4):
                             squared += shuffle_xor_f32(squared, uint32(1 << i))
-                        if lane == uint32(0) and column < n and uint32(r) < m:
+                        if lane == uint32(0) and column < n and r < m:
                             part = uint64(r) * uint64(n >> uint32(4)) + uint64(column >> uint32(4))
                             memory.store_f32(squares + part * uint64(4), squared)
             tile = following
@@ -315,7 +311,7 @@ def why_not(product: Product, machine: Machine) -> str:
     if packing is None or not can_read(packing) or product.x != DTYPE:
         return "reads packed weights, with groups of 32 or more and no zero points, for bfloat16 rows"
     is_plain = product.is_weight_layout and product.is_aligned and not product.num_segments
-    most_rows = _row_counts(packing)[-1]
+    most_rows = row_counts(packing)[-1]
     if not 1 <= product.m <= most_rows or product.exact or not is_plain:
         return f"takes 1 to {most_rows} rows on 16-byte bounds, not exactly, and cuts no K into segments"
     if machine.arch in _spills_on(product.weight, _rows_of(product)):
@@ -327,21 +323,18 @@ def why_not(product: Product, machine: Machine) -> str:
     return "" if is_whole else f"gates packed weights in tiles of {ROWS} columns"
 
 
-def _row_counts(packing: Packing) -> tuple[int, ...]:
-    """Those of `NUM_ROWS` that a packing has kernels for."""
-    return NUM_ROWS[:-1] if packing.element == "e4m3" else NUM_ROWS
-
-
 def _spills_on(weight_name: str, rows: int) -> tuple[str, ...]:
     """The architectures where a kernel spills."""
     packing = packing_of(weight_name)
     assert packing is not None
-    return _TOO_FEW_REGISTERS.get((packing.element, rows), ("sm_80",) if rows >= 4 else ())
+    return ("sm_80",) if rows >= (2 if packing.element == "e2m1" else 4) else ()
 
 
 def _rows_of(product: Product) -> int:
     """The rows that the product's kernel is made for."""
-    return next(rows for rows in NUM_ROWS if rows >= product.m)
+    packing = packing_of(product.weight)
+    assert packing is not None
+    return next(rows for rows in row_counts(packing) if rows >= product.m)
 
 
 def _rows_bytes(product: Product) -> int:
@@ -375,7 +368,7 @@ def seconds(product: Product, machine: Machine) -> float:
     Before it x is read twice, with two barriers."""
     packing, blocks = packing_of(product.weight), plan(product, machine).grid[0]
     assert packing is not None
-    instructions = UNPACKING[packing.element][NUM_ROWS.index(_rows_of(product))]
+    instructions = UNPACKING[packing.element][row_counts(packing).index(_rows_of(product))]
     if machine.arch in HALF_SHARED_BYTES:
         instructions += _RING_INSTRUCTIONS
     num_bytes, at_once = product.weight_bytes, min(blocks, machine.num_multiprocessors)
@@ -447,7 +440,7 @@ def specialisations() -> Iterator[Specialisation]:
         packing = packing_of(weight)
         if packing is not None and can_read(packing):
             for activation in ("", "silu"):
-                for rows in _row_counts(packing):
+                for rows in row_counts(packing):
                     yield _kernel(weight, DTYPE, activation, rows=rows)
                     yield _kernel(weight, DTYPE, activation, has_turns=True, rows=rows)
                     for slots in SLOTS:

@@ -52,7 +52,7 @@ MANY_COLUMNS = 8449
 at most 264, two for each multiprocessor of a H200."""
 MANY_PACKED_COLUMNS = 5120  # the same of packed weights, whose blocks of 32 or 64 rows have a multiprocessor each
 SCALES_BYTES = 4 * MAX_ROWS  # at the beginning of shared memory: of x's rows
-_UNPACKING = {"u4_g128": 624, "u4_g128_zeros": 663, "u4": 775, "e2m1": 914, "u8": 446, "e4m3": 474}
+_UNPACKING = {"u4_g128": 624, "u4_g128_zeros": 663, "u4": 775, "e2m1": 856, "u8": 446, "e4m3": 474}
 """Machine instructions of a warp for 4 KB of a weight and 16 rows, by its name, or else its elements (`unpacking`)."""
 
 _BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has in flight: 8 warps of 16 loads

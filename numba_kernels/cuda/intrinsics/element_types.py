@@ -20,6 +20,15 @@ SHIFTS = {
 """Powers of two that unpacked numbers lack; unsigned integers lack none. s8 in f16 does, so that a small scale times a
 softmax weight, which includes them, is not subnormal."""
 
+E2M1_PLACES = ((0, 14), (3, 13), (6, 12), (9, 15))
+"""The bits of a half of a word where e2m1's numbers lie, pair by pair: the lowest of exponent and fraction, and the
+sign. A shift and a mask bring the last two pairs to float16's fields; a multiplication, which shifts both parts by
+their own distance, the first two."""
+
+EXPONENT_ROOM = {"bf16": 17}
+"""Powers of two that kept exponents of scales stay below their type's largest, so that sums of float32 have room for
+them."""
+
 UNITS = {"bf16": 128, "f16": 1024}
 """The unit added to an unpacked integer, which the offset ``-(unit + zero point)`` removes; for u8 in bf16, whose two
 parts remove the unit, the offset is 128 - zero point."""

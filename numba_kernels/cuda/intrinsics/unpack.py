@@ -13,7 +13,8 @@
 A float of few bits is one of 16 bits with its fields in other places, but for the exponents' bias: a factor of
 ``2 ** SHIFTS[element, dtype]``, exact for subnormals, too, which the caller multiplies into its scale.
 
-Word w of 8 elements of 4 bits has elements 2i and 2i + 1 in nibbles i and i + 4. A word of four elements of 8 bits has
+Word w of 8 integers of 4 bits has elements 2i and 2i + 1 in nibbles i and i + 4; of e2m1 it has their bits at
+`E2M1_PLACES` of its halves. A word of four elements of 8 bits has
 elements 0 and 1 in bytes 0 and 2, elements 2 and 3 in bytes 1 and 3. Then a shift and one `lop3` make a pair.
 
 Scales come as they are kept, two rows' beside each other, and become pairs of 16 bits with the same number twice
@@ -34,7 +35,14 @@ import llvmlite.ir as ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
-from numba_kernels.cuda.intrinsics.element_types import BITS, INTEGERS, SHIFTS, offset_of, words_of
+from numba_kernels.cuda.intrinsics.element_types import (
+    BITS,
+    E2M1_PLACES,
+    INTEGERS,
+    SHIFTS,
+    offset_of,
+    words_of,
+)
 
 _WORD = ir.IntType(32)
 _UNIT_BITS = {"bf16": 0x43004300, "f16": 0x64006400}
@@ -108,14 +116,31 @@ def _e4m3(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) ->
 
 
 def _e2m1(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) -> list[Any]:
-    down = {"bf16": 6, "f16": 3}[dtype]
+    to = {"bf16": 6, "f16": 9}[dtype]  # the fields' lowest bit; the sign is the highest one
     pairs = []
-    for i in range(4):
-        up = 12 - 4 * i
-        top = builder.shl(words[0], _constant(up)) if up else words[0]
-        fields = builder.and_(builder.lshr(top, _constant(down)), _constant((0x7000 >> down) * 0x10001))
-        pairs.append(builder.or_(builder.and_(top, _constant(0x80008000)), fields))
+    for fields, sign in E2M1_PLACES:
+        up, sign_up = to - fields, 15 - sign
+        masks = (7 << to) * 0x10001, 0x80008000
+        if up == sign_up:
+            moved = builder.shl(words[0], _constant(up)) if up else words[0]
+            pairs.append(builder.and_(moved, _constant(masks[0] | masks[1])))
+        elif up > 0 and not _meet(fields, sign, up, sign_up):
+            alone = builder.and_(words[0], _constant((7 << fields | 1 << sign) * 0x10001))
+            moved = builder.mul(alone, _constant(1 << up | 1 << sign_up))
+            pairs.append(builder.and_(moved, _constant(masks[0] | masks[1])))
+        else:
+            moved = builder.shl(words[0], _constant(up)) if up >= 0 else builder.lshr(words[0], _constant(-up))
+            signs = builder.shl(words[0], _constant(sign_up)) if sign_up else words[0]
+            moved = builder.and_(moved, _constant(masks[0]))
+            pairs.append(builder.or_(moved, builder.and_(signs, _constant(masks[1]))))
     return pairs
+
+
+def _meet(fields: int, sign: int, *shifts: int) -> bool:
+    """Whether bits of a number's shifted copies would be added, in one half of a word or in the next."""
+    places = [place + shift for place in (fields, fields + 1, fields + 2, sign) for shift in shifts]
+    both = places + [place + 16 for place in places]
+    return len(set(both)) < len(both)
 
 
 _UNPACK = {"u4": _u4, "u8": _u8, "s8": _s8, "e4m3": _e4m3, "e2m1": _e2m1}

@@ -10,7 +10,7 @@ import pytest
 
 from models.quantized.on_load import ROUNDINGS
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.experts import hopper, packed, packed_gather, tensor_core
+from numba_kernels.cuda.experts import hopper, packed, packed_gather, packed_rows, tensor_core
 from numba_kernels.cuda.packing import packing_of
 from runtime import ops
 from runtime.backends import cuda_experts, cuda_plans
@@ -23,6 +23,7 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantise import Rounding, quantise
+from runtime.linear.weight import Plans
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
@@ -383,7 +384,7 @@ BOTH_HEIGHTS = packed.FEW_ROWS, packed.BLOCK_M
 @pytest.mark.parametrize(
     ("kind", "routed_as", "heights"),
     [
-        ("mxfp4", ROUTED[1:2], (packed.FEW_ROWS,)),
+        ("mxfp4", ROUTED[1:2], ()),
         *(pytest.param(each, ROUTED, BOTH_HEIGHTS, marks=pytest.mark.exhaustive) for each in EACH),
     ],
     ids=["mxfp4-few", *EACH],
@@ -416,13 +417,59 @@ def test_quantised_experts(
                     assert [("_ring_" in name) for name in names] == [arch == "sm_90a"] * 2
         monkeypatch.setattr(cuda_plans, "_GATHERED_TOKENS", 0)
         found = []
-        for rows in heights if tokens > 1 else (packed.FEW_ROWS,):
-            monkeypatch.setattr(packed, "choose_tile_rows", lambda *_, rows=rows: rows)
-            found.append(layer(x, routing, activation, residual=residual))
+        for rows in heights if tokens > 1 else heights[:1]:
+            with monkeypatch.context() as patched:
+                patched.setattr(packed_rows, "tile_rows", lambda *_: 0)
+                patched.setattr(packed, "choose_tile_rows", lambda *_, rows=rows: rows)
+                found.append(layer(x, routing, activation, residual=residual))
             wanted = layer.wanted(x, routing, activation, residual=residual)
             assert relative_error(found[-1], wanted) <= TOLERANCE["bf16"]
-        np.testing.assert_array_equal(found[0], found[-1])
+            np.testing.assert_array_equal(found[0], found[-1])
         monkeypatch.setattr(cuda_plans, "_GATHERED_TOKENS", 4)
+
+
+@pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "count", "tokens"),
+    [
+        ("mxfp4", 5, 11), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+            ("mxfp4", 3, 24), ("int4", 7, 9), ("int8", 4, 8), ("fp8", 5, 16),
+        ))
+    ],
+)  # fmt: skip
+def test_a_few_rows_of_quantised_experts(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str, count: int, tokens: int
+) -> None:
+    """Experts of no row, of one, and of more than a tile's; blocks go on from one expert to the next. A row has the
+    same bits beside others, and on any number of blocks."""
+    rng = np.random.default_rng([count, tokens])
+    layer = quantised_layer(gpu, rng, kind, count, 1184, 112)
+    rule = RoutingRule(num_experts=count, top_k=2)
+    activation = "clamped_silu" if kind == "mxfp4" else "silu"
+    chosen = routing_of(rng, "random", tokens, rule).ids.numpy().copy()
+    chosen[chosen == count - 1] = 0  # nobody's
+    chosen[0] = [count - 2, 0]
+    weights = rng.uniform(size=chosen.shape).astype(np.float32)
+    x = rng.standard_normal((tokens, 1184)) * np.logspace(-3, 1, tokens)[:, None]
+    monkeypatch.setattr(cuda_plans, "_GATHERED_TOKENS", 0)
+    monkeypatch.setattr(packed_rows, "_FULL", 99)
+    names = launched_names(monkeypatch)
+
+    def some(rows: slice) -> Array:
+        routing = Routing(Tensor.from_numpy(chosen[rows]), Tensor.from_numpy(weights[rows]), rule)
+        return layer(x[rows], routing, activation)
+
+    found = some(slice(0, tokens))
+    assert sum(name.startswith("experts_packed_rows") for name in names) == 2, names
+    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
+    wanted = layer.wanted(x, routing, activation)
+    assert (np.abs(found - wanted).max(1) <= TOLERANCE["bf16"] * np.abs(wanted).max(1)).all()
+    np.testing.assert_array_equal(some(slice(tokens - 1, tokens)), found[tokens - 1 :])
+    of = packed_rows.plan
+    for num_sms in (1, 2):
+        monkeypatch.setattr(packed_rows, "plan", lambda *sizes, num_sms=num_sms: of(*sizes[:-1], num_sms))
+        layer.gate_up.plans, layer.down.plans = Plans(), Plans()
+        np.testing.assert_array_equal(some(slice(0, tokens)), found)
 
 
 def uneven(rng: np.random.Generator, num_first: int) -> tuple[Routing, Array]:

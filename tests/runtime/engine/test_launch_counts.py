@@ -208,7 +208,7 @@ def test_decode_steps_with_experts(tmp_path: Path, exact: bool) -> None:
     ("num_seqs", "most", "tiers"),
     [
         (1, LAUNCHES_WITH_EXPERTS[0], {8: "experts_packed_gather_e2m1", 64: "experts_packed_gather_e2m1"}),
-        (40, LAUNCHES_WITH_EXPERTS[1], {8: "experts_hopper_e2m1", 64: "experts_packed_e2m1"}),
+        (40, LAUNCHES_WITH_EXPERTS[1], {8: "experts_hopper_e2m1", 64: "experts_packed_rows_e2m1"}),
     ],
 )
 def test_decode_steps_with_quantised_experts(num_seqs: int, most: int, tiers: dict[int, str]) -> None:

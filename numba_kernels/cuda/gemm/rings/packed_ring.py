@@ -15,7 +15,7 @@ from numba import cuda, types
 from numba_kernels.cuda.gemm.packed_stream import DTYPE, packed_reader
 from numba_kernels.cuda.gemm.rings.warp_ring import copy_in, next_stage
 from numba_kernels.cuda.intrinsics import mbarrier
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.fragments import load_all
 from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.warp import sync_warp
@@ -36,8 +36,8 @@ class PackedRing:
 
     Attributes:
         stage_bytes: of a warp.
-        fill: ``(state, rows, scale_rows, ring, barriers, weight, places, first, last, lane)``: asks for all stages.
-            `rows` and `scale_rows` are addresses of the slots that are asked for next.
+        fill: ``(state, rows, scale_rows, ring, barriers, weight, places, first, last, lane)``: asks for all stages,
+            from the one that is read next on. `rows` and `scale_rows` are addresses of the slots to ask for next.
         multiply: ``(sums, state, rows, scale_rows, ring, barriers, weight, places, x, apart, first, last, lane)``:
             as `PackedReader.multiply`; stages are asked for again as soon as they are read.
 
@@ -52,18 +52,18 @@ class PackedRing:
 
 @functools.cache
 def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
-    """The functions for so many rows of x, 1, 2, 4 or 5, and `SLOTS` of a stage."""
+    """The functions for so many rows of x, of `row_counts`, and up to four slots of a stage."""
     packing = packing_of(weight_name)
     assert packing is not None
     reader, is_grouped = packed_reader(weight_name, num_rows), packing.group > 0
     scale_words, scale_step = packing.chunk_bytes(DTYPE) // 4, TILE_ROWS * packing.chunk_bytes(DTYPE)
     num_scale_words = max(1, scale_words)
-    rows_bytes, has_four = slots * TILE_BYTES, slots == 4
+    rows_bytes = slots * TILE_BYTES
     stage_bytes = 2 * rows_bytes + slots * scale_step
     factors, aim, take_slot = reader.factors, reader.aim, reader.take_slot
-    part_type, num_parts, num_sums = factors.part_type, factors.num_parts, 2 * num_rows
+    part_type, num_parts, num_sums = factors.part_type, factors.num_parts, factors.num_sums
     num_x, num_x_words, slot_bytes = factors.num_x, 4 * factors.num_x, packing.slot * factors.plane_bytes
-    settle, finish = factors.settle, factors.finish
+    settle, of_sums = factors.settle, reader.of_sums
 
     def slot_taker(slot: int) -> Any:
         load_words = load_all("shared", ((0, 0, slot * TILE_BYTES), (4, 0, rows_bytes + slot * TILE_BYTES)))
@@ -71,17 +71,19 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
         load_scales = load_all("shared", ((0, 1, scales_at),), scale_words) if is_grouped else None
 
         @device_function
-        def take(sums, parts, pairs, x_words, words, scales, x_at, at):
-            load_words(words, at)
-            if is_grouped:
-                load_scales(scales, at)
-            take_slot(sums, parts, pairs, x_words, words, scales, x_at)
-            for j in range(num_x):
-                x_at[j] = uint32(x_at[j] + uint32(slot_bytes))
+        def take(state):
+            sums, parts, pairs, x_words, words, scales, x_at, at, left = state
+            if left > uint32(slot):
+                load_words(words, at)
+                if is_grouped:
+                    load_scales(scales, at)
+                take_slot(sums, parts, pairs, x_words, words, scales, x_at)
+                for j in range(num_x):
+                    x_at[j] = uint32(x_at[j] + uint32(slot_bytes))
 
         return take
 
-    take_0, take_1, take_2, take_3 = (slot_taker(slot) for slot in range(4))
+    take_slots = in_turn([slot_taker(slot) for slot in range(slots)])
 
     @device_function
     def ask(state, rows, scale_rows, target, barrier, weight, places, first, last, lane):
@@ -110,11 +112,11 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
 
     @device_function
     def fill(state, rows, scale_rows, ring, barriers, weight, places, first, last, lane):
-        stage = uint32(0)
-        while stage < state[2] and state[5] != uint32(0):
+        stage, left = state[0], state[2]
+        while left != uint32(0) and state[5] != uint32(0):
             target, barrier = uint32(ring + stage * uint32(stage_bytes)), uint32(barriers + stage * uint32(8))
             ask(state, rows, scale_rows, target, barrier, weight, places, first, last, lane)
-            stage = uint32(stage + uint32(1))
+            stage, left = next_stage(stage, uint32(0), state[2])[0], uint32(left - uint32(1))
 
     @device_function
     def multiply(sums, state, rows, scale_rows, ring, barriers, weight, places, x, apart, first, last, lane):
@@ -134,14 +136,7 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
             mbarrier.wait(barrier, state[1])
             at[0] = uint32(target + lane * uint32(16))
             at[1] = uint32(target + (lane >> uint32(2)) * uint32(4 * scale_words))
-            left = uint32(last - slot)
-            take_0(sums, parts, pairs, x_words, words, scales, x_at, at)
-            if left > uint32(1):
-                take_1(sums, parts, pairs, x_words, words, scales, x_at, at)
-            if has_four and left > uint32(2):
-                take_2(sums, parts, pairs, x_words, words, scales, x_at, at)
-            if has_four and left > uint32(3):
-                take_3(sums, parts, pairs, x_words, words, scales, x_at, at)
+            take_slots((sums, parts, pairs, x_words, words, scales, x_at, at, uint32(last - slot)))
             sync_warp()  # all lanes have read the stage
             if state[5] != uint32(0):
                 ask(state, rows, scale_rows, target, barrier, weight, places, first, last, lane)
@@ -149,6 +144,7 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
             slot = uint32(slot + uint32(slots))
         if not is_grouped:
             settle(sums, parts, float32(1.0), float32(1.0))
-        finish(sums, lane)
+        for e in range(num_sums):
+            sums[e] *= float32(of_sums)
 
     return PackedRing(stage_bytes, fill, multiply)

@@ -1,0 +1,227 @@
+"""A few rows of each expert, of experts that stay quantised: `gemm.packed_factors` on the tiles of `order`.
+
+`packed` unpacks a weight for 16 rows of an expert, and most of its products are with none. Here a tile has the rows
+that `packed_factors` has columns for, 8 or 5, at half of the instructions.
+
+A unit is 16 columns of gate and up of a tile of rows, or 32 of down. A block takes a run of units of equal length; the
+rows of its tile come to shared memory once, a warp each, while the weight's rings (`packed_ring`) fill. K is in
+`STREAMS` parts. Down asks for its first weights before gate and up have ended: the list of tiles was complete before
+these began.
+
+A row has the same bits in any company. Rows are bfloat16; groups of 16 and zero points have no such kernels. From
+sm_90 on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda, types
+
+from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
+from numba_kernels.cuda.gemm.epilogue import GATES, scale_element
+from numba_kernels.cuda.gemm.packed_factors import ROW_GAP, row_counts
+from numba_kernels.cuda.gemm.packed_stream import DTYPE, ROWS, can_read, largest, packed_reader, row_bytes
+from numba_kernels.cuda.gemm.product import machine_of
+from numba_kernels.cuda.gemm.rings.packed_ring import STATE, packed_ring
+from numba_kernels.cuda.gemm.rings.warp_ring import MOST_STAGES, dynamic_shared_bytes, stages_that_fit, start_ring
+from numba_kernels.cuda.intrinsics import memory
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import element_storer
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, load_written_b32
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import lane_index
+from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+TEAMS, STREAMS = 2, 4  # gate and up, or two tiles of columns; parts of K
+WARPS = TEAMS * STREAMS
+MOST_ROWS = 8  # of a tile
+SLOTS = (4, 3, 2)  # of a stage: fewer where x is long
+BLOCKS = 2  # of a multiprocessor: one has too few warps to unpack as fast as memory reads
+_FULL = 0.75  # of a tile's rows that experts have on average, at most: with more of them, many need a second tile
+
+
+@functools.cache
+def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Specialisation:
+    """The arguments of all tiers (`tiled`)."""
+    packing = packing_of(weight_name)
+    assert packing is not None
+    reader, ring = packed_reader(weight_name, rows), packed_ring(weight_name, rows, ring_slots)
+    factors, store, gated = reader.factors, element_storer(DTYPE), GATES.get(activation)
+    aim, row_scale, slots_of, fill, multiply = reader.aim, reader.row_scale, reader.slots, ring.fill, ring.multiply
+    scale_by, stage, place, apart, leave = factors.scale_by, factors.stage, factors.place, factors.apart, factors.leave
+    place_of = factors.place_of
+    number_bytes, num_sums, shift = factors.planes * factors.plane_bytes, factors.num_sums, float(2.0**factors.shift)
+    stage_bytes, slot_elements, is_gated = ring.stage_bytes, packing.slot, gated is not None
+    num_barriers, row_sums = WARPS * MOST_STAGES, rows * ROWS
+    stride, outputs = (1, row_sums) if is_gated else (TEAMS, TEAMS * row_sums)  # of a unit
+
+    @device_function
+    def stage_row(x, tokens, first_row, count, target, wholes, k, padded, warp, lane):
+        """A warp's row of a tile goes to shared memory; rows that are not there are zeros."""
+        most, there, x_row = uint32(0), uint32(0), x
+        if warp < count:
+            row = uint32(first_row + warp)
+            if tokens != uint64(0):
+                row = load_b32(tokens + uint64(row) * uint64(4))
+            x_row, there = x + uint64(row) * uint64(k) * uint64(2), k
+            most = largest(x_row, uint32(0), uint32(1), k, lane)
+        factor, unfactor = scale_by(most)
+        stage(x_row, uint64(0), target, uint32(0), uint32(1), there, padded, factor, lane)
+        if lane == uint32(0):
+            memory.shared_store_f32(uint32(wholes + warp * uint32(4)), unfactor * float32(shift))
+
+    def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
+        shared = memory.shared_address(cuda.shared.array(0, uint32))
+        barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
+        wholes = cuda.shared.array(WARPS, float32)  # the factors of finished sums
+        partial = cuda.shared.array((2, TEAMS, STREAMS, row_sums), float32)  # of one unit and the next
+        partials = memory.shared_address(partial)
+        state, sums = cuda.local.array(STATE, uint32), cuda.local.array(num_sums, float32)
+        weight_rows, scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
+        thread, lane = uint32(cuda.threadIdx.x), lane_index()
+        warp = uint32(thread >> uint32(5))
+        team, stream = uint32(warp // uint32(STREAMS)), uint32(warp % uint32(STREAMS))
+        slots = slots_of(k)
+        length = uint32(slots + uint32(STREAMS - 1)) // uint32(STREAMS)
+        first = minimum_u32(uint32(stream * length), slots)
+        last = minimum_u32(uint32(first + length), slots)
+        padded = uint32(slots * uint32(slot_elements))
+        row_of_x = uint32(padded * uint32(number_bytes) + uint32(ROW_GAP))
+        x_bytes = uint32(row_of_x * uint32(rows))
+        count = uint32(uint32(dynamic_shared_bytes() - x_bytes) // uint32(WARPS * stage_bytes))
+        stages = uint32(shared + x_bytes + warp * count * uint32(stage_bytes))
+        barriers = uint32(barriers + warp * count * uint32(8))
+        start_ring(barriers, count, lane)
+        state[0], state[1], state[2] = uint32(0), uint32(0), count
+        x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
+        columns = uint32(uint32(n + uint32(ROWS - 1)) // uint32(ROWS))
+        units, both = uint32(uint32(columns + uint32(stride - 1)) // uint32(stride)), n
+        beside, before = team, uint32(0)  # in a gated unit, the second team has up's rows
+        if is_gated:
+            both, beside, before = uint32(n * uint32(2)), uint32(0), uint32(team * columns)
+        if tokens != uint64(0):
+            wait_for_previous_grid()  # it made the list
+        total = uint32(load_written_b32(num_tiles) * units)
+        unit = divide_u32(uint32(uint32(cuda.blockIdx.x) * total), uint32(cuda.gridDim.x))
+        end = divide_u32(uint32(uint32(uint32(cuda.blockIdx.x) + uint32(1)) * total), uint32(cuda.gridDim.x))
+        turn, has_waited = uint32(0), tokens != uint64(0)
+        if unit >= end:  # there are more blocks than units
+            wait_for_previous_grid()
+            launch_dependents()
+        while unit < end:
+            row_tile = divide_u32(unit, units)
+            column = uint32(uint32(unit - row_tile * units) * uint32(stride))
+            after = minimum_u32(uint32(column + uint32(end - unit) * uint32(stride)), columns)  # this tile's last one
+            at = tiles + uint64(row_tile) * uint64(16)
+            expert, first_row = load_written_b32(at), load_written_b32(at + uint64(4))
+            num_rows = load_written_b32(at + uint64(8))
+            weight = load_b64(table + uint64(expert) * uint64(8))
+            bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
+            state[3], state[4] = uint32(column + beside), first
+            state[5] = uint32(1) if first < last else uint32(0)
+            places = beside, uint32(stride), uint32(after - uint32(1)), before, both, k
+            at_first = uint32(minimum_u32(state[3], uint32(after - uint32(1))) + before)
+            aim(weight_rows, scale_rows, weight, at_first, both, k, first, uint32(0))
+            fill(state, weight_rows, scale_rows, stages, barriers, weight, places, first, last, lane)
+            if not has_waited:
+                wait_for_previous_grid()  # weights are immutable, and the list was made before: only x is new
+                has_waited = True
+            launch_dependents()
+            if warp < uint32(rows):
+                target = uint32(shared + warp * row_of_x)
+                stage_row(
+                    x, tokens, first_row, num_rows, target, memory.shared_address(wholes), k, padded, warp, lane
+                )  # fmt: skip
+            sync_block()
+            while column < after:
+                multiply(
+                    sums, state, weight_rows, scale_rows, stages, barriers, weight, places, x_place, between, first,
+                    last, lane,
+                )  # fmt: skip
+                leave(sums, uint32(partials + uint32(turn * uint32(WARPS) + warp) * uint32(row_sums * 4)), lane)
+                sync_block()
+                own, which = thread, uint32(0)
+                if own >= uint32(row_sums):
+                    own, which = uint32(own - uint32(row_sums)), uint32(1)
+                row, inside = place_of(own)
+                at_column = uint32(uint32(column + which) * uint32(ROWS) + inside)
+                if thread < uint32(outputs) and row < num_rows and at_column < n:
+                    value, up = float32(0.0), float32(0.0)
+                    for i in range(STREAMS):
+                        value += partial[turn, which, i, own]
+                        if is_gated:
+                            up += partial[turn, 1, i, own]
+                    value = scale_element(scale_element(value, wholes[row]), row_scale(weight, both, k, at_column))
+                    if bias != uint64(0):
+                        value += load_f32(bias + uint64(at_column) * uint64(4))
+                    if is_gated:
+                        above = uint32(at_column + n)
+                        up = scale_element(scale_element(up, wholes[row]), row_scale(weight, both, k, above))
+                        if bias != uint64(0):
+                            up += load_f32(bias + uint64(above) * uint64(4))
+                        value = gated(value, up)
+                    store(out + (uint64(uint32(first_row + row)) * uint64(n) + uint64(at_column)) * uint64(2), value)
+                turn ^= uint32(1)
+                column = uint32(column + uint32(stride))
+                unit = uint32(unit + uint32(1))
+            sync_block()  # `wholes` are read
+
+    return Specialisation(
+        name=f"experts_packed_rows_{weight_name}_{rows}_ring_{ring_slots}" + f"_{activation}" * is_gated,
+        kernel=cuda.jit(experts),
+        argument_types=ARGUMENT_TYPES,
+        max_threads=WARPS * 32,
+        min_blocks=BLOCKS,
+        min_capability=90,
+        constants={"dtype": DTYPE, "weight": weight_name, "activation": activation, "ring_slots": ring_slots},
+    )
+
+
+def tile_rows(packing: Packing, num_rows: int, num_experts: int) -> int:
+    """Rows of a tile for rows spread evenly, or 0 where the other tiers are better."""
+    if not can_read(packing):
+        return 0
+    most = row_counts(packing)[-1]
+    return most if num_rows <= _FULL * most * min(num_experts, num_rows) else 0
+
+
+def can_plan(packing: Packing, dtype: str, columns: int, depth: int, arch: str, *, is_gated: bool) -> bool:
+    """Whether it multiplies rows on 16-byte bounds by experts of so many columns; a gated one has as many twice."""
+    is_whole = depth % 8 == 0 and (not is_gated or columns % ROWS == 0)
+    return dtype == DTYPE and is_whole and can_read(packing) and ring_of(packing, depth, arch)[0] > 0
+
+
+def plan(tiles: int, columns: int, depth: int, packing: Packing, activation: str, arch: str, num_sms: int) -> Launch:
+    """The launch for at most so many tiles of rows, at least one, if `can_plan`."""
+    ring_slots, shared_bytes = ring_of(packing, depth, arch)
+    units = tiles * -(-columns // (ROWS if activation else ROWS * TEAMS))
+    kernel = _kernel(packing.name, activation, row_counts(packing)[-1], ring_slots)
+    return Launch(kernel, (min(units, BLOCKS * num_sms), 1, 1), (WARPS * 32, 1, 1), shared_bytes)
+
+
+def ring_of(packing: Packing, depth: int, arch: str) -> tuple[int, int]:
+    """The slots of a stage of the ring that fits beside a tile's rows, 0 if none fits, and the shared memory."""
+    rows = row_counts(packing)[-1]
+    x_bytes, static_bytes = rows * (row_bytes(packing, depth) + ROW_GAP), 2 * WARPS * rows * ROWS * 4 + 1024
+    for slots in SLOTS:
+        stage_bytes = WARPS * packed_ring(packing.name, rows, slots).stage_bytes
+        stages = stages_that_fit(machine_of(arch), stage_bytes, x_bytes, static_bytes)
+        if stages:
+            return slots, x_bytes + stages * stage_bytes
+    return 0, 0
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Specialisations that published models use."""
+    for weight in PACKINGS:
+        packing = packing_of(weight)
+        if packing is not None and can_read(packing):
+            for slots in SLOTS:
+                for activation in ("", "silu", *(("clamped_silu",) if weight == "e2m1_g32_exponents" else ())):
+                    yield _kernel(weight, activation, row_counts(packing)[-1], slots)
