@@ -49,7 +49,7 @@ class LowRankMap:
         self._options: LoadOptions | None = None
 
     def allocate(self, options: LoadOptions) -> None:
-        """Makes the slots, all zeros, of the options' type; in bfloat16 if the map's product rounds more than that."""
+        """Makes the slots, all zeros: in bfloat16 if the map's product rounds x to bytes, else of the options' type."""
         if self.rounds_x:
             options = replace(options, dtype=bfloat16)
         self._slots, self._options = None, options
