@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.checks import check_seconds, check_weight, is_integer
+from runtime.engine.checks import check_seconds, check_texts, check_weight, is_integer
 from runtime.engine.errors import ContextLengthExceededError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, ImageItem, ImageSupport
 from runtime.engine.sampling_params import SamplingParams, check_token_ids
@@ -182,10 +182,7 @@ def _check_scheduling(request: EngineRequest, policy: str) -> None:
             check_seconds(name, target)
             if policy != "deadline":
                 raise RequestError(f"the {policy} policy takes no {name}, got {target}", param=name)
-    for name in ("cache_salt", "tenant"):
-        text = getattr(request, name)
-        if text is not None and (not isinstance(text, str) or not text):
-            raise RequestError(f"{name} must be a string, not empty, got {text!r:.80}", param=name)
+    check_texts(request, "cache_salt", "tenant")
     check_weight("tenant_weight", request.tenant_weight)
 
 

@@ -36,6 +36,13 @@ def check_weight(name: str, value: object) -> None:
         raise RequestError(f"{name} must be a number from 0.000001 to 1000000, got {value!r:.80}", param=name)
 
 
+def check_texts(request: object, *names: str) -> None:
+    """Raise ``RequestError`` unless each of these fields is None, or a string that is not empty."""
+    for name in names:
+        if (text := getattr(request, name)) is not None and not (isinstance(text, str) and text):
+            raise RequestError(f"{name} must be a string, not empty, got {text!r:.80}", param=name)
+
+
 def check_one_of(name: str, value: object, values: tuple[str, ...]) -> None:
     """Raise ``RequestError`` unless this is one of ``values``."""
     if value not in values:

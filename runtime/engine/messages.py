@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from runtime.engine.checks import check_texts
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.transfer.identity import Identity
 from runtime.images.patches import Rule
@@ -57,7 +58,7 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingRequest(msgspec.Struct, frozen=True):
-    """A prompt whose hidden states after the final norm are wanted, not an answer.
+    """A prompt whose hidden states after the final norm are wanted, not an answer. Raises ``RequestError``.
 
     pooling       one of ``POOLINGS``, or several joined by "+"; None: the model's own
     images        the prompt's; encoded images are shared within a ``cache_salt``
@@ -73,6 +74,9 @@ class PoolingRequest(msgspec.Struct, frozen=True):
     task: PoolingTask = "embed"
     second_from: int | None = None
     num_unpooled: int = 0
+
+    def __post_init__(self) -> None:
+        check_texts(self, "pooling", "cache_salt")  # an engine's process could not read others
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +165,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease             its prompt's pages are offered under this lease, and each choice leaves after its first token
                       (``EngineOutput.is_handed_over``); empty: it stays
     is_expected       the engine that goes on has been told of the lease
-    may_relay         tokens may follow the first one here until the other engine has the pages, or is told of them
+    may_relay         after its first token it may go on here, until its pages are sent
     source            where pages of its prompt come from, which it waits for
     restarts          if the weights change, it may begin again although it has sent outputs; else it ends with "abort"
     """

@@ -60,7 +60,7 @@ class OpenRequests:
         self.on_end: Callable[[Sequence], None] | None = None
         self.on_request_begin: Callable[[Request], None] | None = None
         self.on_request_end: list[Callable[[Request], None]] = []
-        self.relays: Callable[[Sequence], bool] = _never
+        self.relays: Callable[[Sequence], bool] = lambda sequence: False
 
     def admit(self, request: Request) -> None:
         """Put a prepared request in the waiting queue.
@@ -292,7 +292,7 @@ class OpenRequests:
         return [self._end_choice(sequence, reason, error, error_code) for sequence in request.open_sequences]
 
     def is_alone(self, request: Request) -> bool:
-        """Whether there is nothing else to do: it is the only one, has one choice, and is not paused."""
+        """Whether the request is the only one, has one choice, and is not paused."""
         return len(self.by_id) == request.params.n == 1 and not self._scheduler.paused
 
     def hand_over(self, sequence: Sequence) -> EngineOutput:
@@ -350,11 +350,6 @@ class OpenRequests:
 
 def _all_have_begun(request: Request) -> bool:
     return all(sequence.num_output_tokens for sequence in request.open_sequences)
-
-
-def _never(sequence: Sequence) -> bool:
-    """Without hand-overs."""
-    return False
 
 
 def is_parked(scheduler: Scheduler, request: Request) -> bool:

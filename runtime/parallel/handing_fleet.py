@@ -142,7 +142,7 @@ class HandingFleet(Fleet):
         life.lease = f"{self._scheme}:{secrets.token_hex(32)}" if decoder != engine else ""
         life.offerer, life.decoder = engine, None
         # If no other prompt is before it, the next engine is told now, not once the first step is planned; where that
-        # would slow the only step of a prompt, in the relay.
+        # would slow a prompt's only step, it is told in the relay.
         may_relay = not life.is_paused and num_prompt <= life.route.num_prompt
         is_slowed = self.info.device == "cpu" and num_prompt <= self.info.max_num_batched_tokens
         is_expected = may_relay and not is_slowed

@@ -278,14 +278,14 @@ class ProcessEngineClient(EngineClient):
 
     def order(self, command: Command | GivenArrays) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.order``. An engine that is started anew begins with the folder that was served last; with
-        its own weights and their version if the last came from memory. One that slept sleeps again, one
-        that was paused pauses."""
+        its own weights and their version if the last came from memory. One that slept sleeps again; one that was paused
+        is paused."""
         if isinstance(command, GivenArrays):
             raise RequestError(
                 "arrays cannot be sent to an engine's process: share them (shared_weights)", param="weights"
             )
         check_command(command)
-        if isinstance(command, ResumeAll):  # also one that is just started anew, and is not told
+        if isinstance(command, ResumeAll):  # an engine that is starting cannot be told
             with self._lock:
                 self._rest = self._rest and self._rest._replace(is_paused=False)
         sent = self._begin_call(lambda call_id: Order(call_id, command))

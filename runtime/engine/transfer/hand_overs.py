@@ -12,8 +12,8 @@ choice leaves. In a fleet a step's tokens go before its pages. If a chunk has ma
 go while the later layers are computed, and the last ones once the step has not failed: without them the others are
 worth nothing. A page's name is that of `StoredPrefixes`, so the other engine finds it by the tokens.
 
-An engine that has nothing else to do relays: it goes on with an answer until its pages were sent a step ago. So clients
-do not wait for the way of the pages. A prompt that comes ends the relay with the next step.
+An engine that has nothing else to do relays: it goes on with an answer until one step after its pages are sent, so that
+clients do not wait for them. Another request ends the relay before the next step.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class HandOvers:
         self._pool, self._stored, self._copies = pool, stored, copies
         self.reserved = ReservedPrefixes(pool, stored)
         self.tell: Callable[[EngineOutput], None] | None = None
-        self.states_after: Callable[[Sequence, int], list[list[int]] | None] = _no_states
+        self.states_after: Callable[[Sequence, int], list[list[int]] | None] = lambda sequence, end: None
         self.transports, self.arrivals, self._has_fleet = transports, arrivals, has_fleet
         self.counters = TransferCounters()
         self._leases: dict[str, _Lease] = {}  # by request
@@ -462,10 +462,6 @@ class HandOvers:
 
 def _with_groups(found: list[_Found]) -> list[PageName]:
     return [PageName(of_group(each.key, group), of_group(each.parent, group), each.tokens) for group, each, _ in found]
-
-
-def _no_states(sequence: Sequence, end: int) -> None:
-    """The states of a scheduler that is not known yet."""
 
 
 def _source_of(request: Request) -> Source:

@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
     def has_sent(self, lease: str) -> bool:
-        """Whether nothing waits that was offered under it."""
+        """Whether all that was offered under it is sent, or it has ended."""
         ...
 
     def drop(self, lease: str) -> None:

@@ -149,9 +149,10 @@ def test_calls_are_refused_alike(client: ProcessEngineClient, in_process: Thread
 
     cases: list[tuple[Any, ...]] = [([],), ([-1],), ([65] * 257,), (["a"],)]
     if name == "embed":
-        cases.append(([65], "first"))
+        cases += [([65], "first"), ([65], ["last"]), ([65], None, (), 5)]
     for arguments in cases:
         ours, theirs = failure(client, *arguments), failure(in_process, *arguments)
+        assert isinstance(ours, RequestError)
         assert (type(ours), str(ours), vars(ours)) == (type(theirs), str(theirs), vars(theirs))
 
 

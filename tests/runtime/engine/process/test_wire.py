@@ -114,11 +114,11 @@ REQUESTS = st.builds(
 POOLED = st.builds(
     PoolingRequest,
     st.lists(IDS, max_size=9),
-    st.none() | TEXTS,
+    st.none() | st.text(min_size=1, max_size=8),
     st.builds(ImageItem, digest=st.binary(), first_token=IDS, rows=IDS, columns=IDS, patches=st.binary()).map(
         lambda image: (image,)
     ),
-    st.none() | TEXTS,
+    st.none() | st.text(min_size=1, max_size=8),
     st.sampled_from(POOLING_TASKS),
     st.none() | IDS,
     IDS,
