@@ -226,6 +226,12 @@ def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
     return ApiError(503, f"The engine {state}.", code="engine_unavailable", retry_after_s=retry_after_s)
 
 
+def broken_off(retry_after_s: float | None) -> ApiError:
+    """503: the engine ended before the answer was complete; a number says when it takes requests again."""
+    message = "The engine ended before the answer was complete."
+    return ApiError(503, message, code="engine_unavailable", retry_after_s=retry_after_s)
+
+
 def starting() -> ApiError:
     """503: the port is open, but the model is not loaded yet."""
     return ApiError(503, "The server is starting: the model is being loaded.", code="starting", retry_after_s=2)

@@ -35,9 +35,9 @@ from server.config import ServerConfig
 from server.errors import (
     ApiError,
     asleep,
+    broken_off,
     cancelled,
     engine_errors,
-    engine_unavailable,
     from_engine,
     internal_error,
     invalid,
@@ -414,7 +414,13 @@ class Service:
         if error.code is not None:
             return invalid(None, str(error), error.code)
         logger.error("%s broke off: %s", request_id, error)
-        return engine_unavailable() if error.is_shutdown else internal_error()
+        if not error.is_shutdown:
+            return internal_error()
+        try:
+            self.client.stats()
+        except EngineDeadError as dead:
+            return broken_off(dead.retry_after_s)
+        return broken_off(1)
 
 
 def new_id(kind: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.server.byte_tokenizer import make_byte_tokenizer, write_byte_tokenize
 from tests.server.conftest import ANSWER, Served, answer_of, faked, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.openapi import DESCRIPTION, check_answer
+from tests.waiting import wait_until
 from tokenizer import Tokenizer
 
 MODEL = "fake-model"
@@ -55,6 +57,28 @@ def chat_body(**fields: Any) -> str:
 
 def completion_body(**fields: Any) -> str:
     return json.dumps({"model": MODEL, "prompt": "Hi", **fields})
+
+
+def test_an_engine_that_dies_breaks_answers_off(served: Served) -> None:
+    """Whoever waits for a whole answer is told when to ask again; a stream's last event is the error."""
+    served.engine.script = lambda request, index: [65] * 1000
+    headers = {"content-type": "application/json"}
+    for retry_after_s, told in ((2.5, "3"), (None, None)):
+        served.engine.step_gate.clear()
+        with ThreadPoolExecutor(2) as pool:
+            bodies = [chat_body(stream=is_stream) for is_stream in (False, True)]
+            whole, stream = (pool.submit(served.http.post, CHAT, content=body, headers=headers) for body in bodies)
+            wait_until(lambda: served.engine.num_open == 2)
+            served.engine.die(retry_after_s=retry_after_s)
+            answer, events = whole.result(), stream.result().text.strip().split("\n\n")
+        assert (answer.status_code, answer.headers.get("Retry-After")) == (503, told)
+        error = answer.json()["error"]
+        assert (error["message"], error["code"]) == (
+            "The engine ended before the answer was complete.", "engine_unavailable",
+        )  # fmt: skip
+        assert json.loads(events[-1].removeprefix("data: "))["error"] == error
+        served.engine.revive()
+        served.engine.step_gate.set()
 
 
 def test_an_unknown_model_is_not_found(served: Served) -> None:
