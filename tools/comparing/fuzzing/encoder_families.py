@@ -193,10 +193,9 @@ def pooled_families(generating: dict[str, _Family]) -> dict[str, _Family]:
     for name in _BOTH_WAYS:
         config, model, drawn = generating[name]
         found[f"{name}_both_ways"] = config, model.replace("ForCausalLM", "Model"), _both_ways(drawn)
-    config, _, drawn = generating["modernbert_decoder"]
-    found["modernbert_decoder_embedding"] = config, "ModernBertDecoderModel", reaching(drawn)
-    config, model, drawn = generating["qwen3"]
-    found["qwen3_embedding"] = config, "Qwen3Model", reaching(drawn)
+    for name in ("modernbert_decoder", "qwen3"):
+        config, model, drawn = generating[name]
+        found[f"{name}_embedding"] = config, model.replace("ForCausalLM", "Model"), reaching(drawn)
     found["qwen3_reranker"] = config, model, reaching(drawn)
     return found
 
