@@ -9,9 +9,11 @@ add to each product
 - for many rows the end of a block: reads that wait for each other, together as long as one of device memory under load,
   and the instructions that expand. Blocks of packed weights that run one after another have an end each; those of
   16-bit weights end while others stream. For one row another warp expands meanwhile (its instructions are not counted);
-- what shrinking (and expanding for one row) takes beyond the product's time, and, where not all blocks run at once, the
-  time of the multiprocessors that shrink. Reads wait for each other, each as long as one of device memory under load:
-  the adapter, its address (for one row an early read), rows of `down`, the counter, and for one row `between`;
+- what shrinking (and expanding for one row) takes beyond a block's first tile, whose end waits for it: rings are full
+  when the previous grid ends, so the weight's stream stands still meanwhile. Where not all blocks run at once, the time
+  of the multiprocessors that shrink is added. Reads wait for each other, each as long as one of device memory under
+  load: the adapter (for one row as long as x, which a block without adapters waits for, too), its address (for one row
+  an early read), rows of `down`, the counter, and for one row `between`;
 - another tier of the product where the usual one takes no adapters.
 
 The base of one sequence is `latencies`'; that of more is the tiers' models and a boundary a launch, without attention's
@@ -30,7 +32,9 @@ from pathlib import Path
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.adapters import riding, tiles
+from numba_kernels.cuda.gemm import packed_stream
 from numba_kernels.cuda.gemm.product import ISSUES_A_SECOND, LATENCY_S, Epilogue, Machine, Product, machine_of
+from numba_kernels.cuda.gemm.rings import gemv_ring
 from numba_kernels.cuda.specialisation import Launch
 from tools.kernel_costs.latencies import BOUNDARY_S, READ_BYTES, STEPS, errors, measured_rows, predicted
 
@@ -88,7 +92,8 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
             expanding_s = launch.block[1] * launch.block[2] * EXPANDING * (2 if gate else 1) / ISSUES_A_SECOND
         ends_s += rounds * (LATENCY_S + expanding_s)
         shrink_s = _shrinking(product, parts, adapters, launch)
-        shrinking_s += max(0.0, shrink_s - (own_s - (SKINNY_ENDS_S if has_ends else 0.0)))
+        first_s = (own_s - (SKINNY_ENDS_S if has_ends else 0.0)) / _turns(product, launch, beside)
+        shrinking_s += max(0.0, shrink_s - first_s - (LATENCY_S if launch.team_warps else 0.0))
         multiplying = launch.grid[0] - launch.num_shrinking
         if -(-launch.grid[0] // beside) > -(-multiplying // beside):  # they delay others
             shrinking_s += shrink_s * launch.num_shrinking / beside
@@ -129,6 +134,16 @@ def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> f
     rounds = -(-product.k // (warps * elements))
     turns = -(-items // launch.num_shrinking)
     return (CHAIN + turns * rounds - 1 + (0 if is_tiled else turns - 1)) * LATENCY_S  # a further turn needs an address
+
+
+def _turns(product: Product, launch: Launch, beside: int) -> int:
+    """The tiles that a block with a ring takes, or how many other blocks a place takes, one after another."""
+    multiplying = launch.grid[0] - launch.num_shrinking
+    if not launch.team_warps:
+        return -(-multiplying // beside)
+    is_packed = "ring_slots" in launch.specialisation.constants
+    columns = (packed_stream.ROWS if is_packed else gemv_ring.COLUMNS) * gemv_ring.BLOCK_WARPS // launch.team_warps
+    return -(-product.weight_rows // (columns * multiplying))
 
 
 def costs() -> Iterator[Cost]:

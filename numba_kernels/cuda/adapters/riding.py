@@ -11,11 +11,11 @@ once for several numbers; its warps share K. Where more rows and ranks are wante
 Slots' addresses come before the previous grid has ended.
 
 Kernels with rings, of one row and two, have one warp more, the last, which expands a tile while the others multiply it
-(`expanding_warp`): waiting for blocks that shrink, and for `between`, takes no time of theirs. In other kernels the
-lane that has an output's sum expands.
+(`expanding_warp`): these wait at a tile's end, the first time until all blocks have shrunk. In other kernels the lane
+that has an output's sum expands.
 
-A number of ``between`` is added up in an order of K alone, an output's sum in that of ranks: a row has the same bits
-beside any others. Slots are those of `experts.low_rank`. Products of more rows shrink and expand by `tiles`.
+A number of ``between`` is added up in an order of K alone, an output's sum in that of ranks: a kernel's rows have their
+bits beside any others. Slots are those of `experts.low_rank`. Products of more rows shrink and expand by `tiles`.
 """
 
 from __future__ import annotations
