@@ -767,10 +767,8 @@ class EngineConfig(SchedulingConfig):
                 "kv_transfer_address, or engines with roles and distributed_executor_backend 'ray'",
                 param="kv_transfer_library",
             )
-        if not self.hands_over and not self.kv_transfer_address:
-            return
-        name = self._handing_option
-        if not self.enable_prefix_caching:
+        name = self.handing_option
+        if name is not None and not self.enable_prefix_caching:
             raise RequestError(f"{name} needs enable_prefix_caching", param=name)
 
     @property
@@ -779,10 +777,11 @@ class EngineConfig(SchedulingConfig):
         return self.prefill_engines > 0 or self.engine_roles == "auto"
 
     @property
-    def _handing_option(self) -> str:
+    def handing_option(self) -> str | None:
+        """The setting by which requests go on in another engine or server, or None."""
         if self.hands_over:
             return "prefill_engines" if self.prefill_engines else "engine_roles"
-        return "kv_transfer_address"
+        return "kv_transfer_address" if self.kv_transfer_address else None
 
     @property
     def most_kept_adapters(self) -> int:

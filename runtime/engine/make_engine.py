@@ -397,10 +397,11 @@ def _without_answers(config: EngineConfig, max_positions: int, num_groups: int, 
     """The config of an engine that generates nothing: texts have pages of their own, so that it has those of one
     sequence alone; a text that may not be cut is computed in one step. Raises ``RequestError``."""
     longest = config.max_model_len or max_positions
-    if config.speculation not in ("off", "auto"):
-        raise RequestError(
-            f"speculation is {config.speculation!r}, but the model generates nothing: leave it out", param="speculation"
-        )
+    speculates = config.speculation not in ("off", "auto")
+    unused = "speculation" if speculates else config.handing_option
+    if unused is not None:
+        message = f"{unused} is {getattr(config, unused)!r}, but the model generates nothing: leave it out"
+        raise RequestError(message, param=unused)
     num_blocks, step = config.num_blocks, config.max_num_batched_tokens
     if num_blocks is None and config.kv_cache_bytes is None:
         num_blocks = num_groups * (2 - (-longest // config.block_size))

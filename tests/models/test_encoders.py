@@ -475,6 +475,7 @@ def test_a_wrong_layout_is_refused_by_name(tmp_path: Path, opened: Callable[...,
         ({"max_num_batched_tokens": 32}, "max_num_batched_tokens"),
         ({"speculation": "ngram"}, "speculation"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"engine_roles": "auto", "data_parallel_size": 2}, "engine_roles"),
     ],
 )
 def test_options_that_an_encoder_cannot_keep(
@@ -483,6 +484,7 @@ def test_options_that_an_encoder_cannot_keep(
     with pytest.raises((RequestError, InvalidArgumentError)) as raised:
         opened(write_encoder(tmp_path, "bert"), **options)
     assert raised.value.param == param
+    assert "enable_prefix_caching" not in str(raised.value), "which is not what is wrong"
 
 
 @pytest.mark.parametrize(
