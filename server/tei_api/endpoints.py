@@ -12,9 +12,10 @@ from server.errors import invalid
 from server.openai_api.embeddings import AskedEmbeddings, Vector, prepare_embeddings
 from server.openai_api.schema import EmbeddingInput, EmbeddingRequest
 from server.requests.answering import answered
+from server.requests.prompt import entry_names
 from server.service import Service
 from server.transport.body import Body, decode_body
-from server.vllm_api.scoring import prepare_labels, probabilities, tei_room
+from server.vllm_api.scoring import encoded_pairs, prepare_labels, probabilities, tei_room
 from server.vllm_api.scoring_schema import ClassifyRequest, Direction, Texts
 
 
@@ -50,13 +51,13 @@ class TeiParameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TeiPredictRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /predict`: the labels of texts, by a model with a classifier.
+    """`POST /predict`: the labels of texts or pairs, by a model with a classifier.
 
-    inputs      a text or texts
+    inputs      a text, a list of one text or of a pair's two, or a list of such lists
     raw_scores  scores as they are, not as probabilities
     """
 
-    inputs: Texts
+    inputs: str | Annotated[list[str | list[str]], msgspec.Meta(min_length=1)]
     model: str | None = None
     raw_scores: bool = False
     truncate: bool = False
@@ -100,10 +101,23 @@ def _embedding(service: Service, body: Body, asked: TeiEmbedRequest) -> AskedEmb
 
 def _prepare_predict(service: Service, body: Body) -> AskedEmbeddings:
     asked = decode_body(body, TeiPredictRequest, service.config)
-    return _prediction(service, body, asked, is_flat=isinstance(asked.inputs, str))
+    given = [asked.inputs] if isinstance(asked.inputs, str) else asked.inputs
+    flat = [each for each in given if isinstance(each, str)]
+    listed = [flat] if flat else [each for each in given if isinstance(each, list)]
+    if 0 < len(flat) < len(given):
+        raise invalid("inputs", "inputs must not mix texts and lists of them.", "invalid_type")
+    for name, texts in zip(entry_names("inputs", len(listed)), listed, strict=True):
+        if not 1 <= len(texts) <= 2:
+            problem = f'{name} must be one text, or the two of a pair, got {len(texts)}. A batch is [["a"], ["b"]].'
+            raise invalid(name, problem)
+        if len(texts) != len(listed[0]):
+            raise invalid("inputs", "inputs must be single texts or pairs, not both: send them apart.")
+    return _prediction(service, body, asked, listed, is_flat=bool(flat))
 
 
-def _prediction(service: Service, body: Body, asked: TeiPredictRequest, *, is_flat: bool) -> AskedEmbeddings:
+def _prediction(
+    service: Service, body: Body, asked: TeiPredictRequest, listed: list[list[str]], *, is_flat: bool
+) -> AskedEmbeddings:
     labels = service.client.info.pooling.labels
     parameters = asked.parameters or TeiParameters()
     own = service.client.info.pooling.activation
@@ -121,11 +135,16 @@ def _prediction(service: Service, body: Body, asked: TeiPredictRequest, *, is_fl
     def answer(prepared: AskedEmbeddings, scores: list[Vector]) -> Any:
         return one(scores[0]) if is_flat else [one(each) for each in scores]
 
-    given = ClassifyRequest(
-        model=asked.model, input=_given(asked.inputs),
-        truncate_prompt_tokens=tei_room(asked.truncate, asked.truncation_direction),
-    )  # fmt: skip
-    return prepare_labels(service, given, answer, body.exchange.tenant, "inputs")
+    most = tei_room(asked.truncate, asked.truncation_direction)
+    if len(listed[0]) == 1:
+        given = ClassifyRequest(model=asked.model, input=[text for (text,) in listed], truncate_prompt_tokens=most)
+        return prepare_labels(service, given, answer, body.exchange.tenant, "inputs")
+    pairs = [(first, second) for first, second in listed]
+    ids, second_from = encoded_pairs(service, pairs, ("inputs", "inputs"), most)
+    given = ClassifyRequest(model=asked.model, input=ids)
+    prepared = prepare_labels(service, given, answer, body.exchange.tenant, "inputs")
+    prepared.second_from = second_from
+    return prepared
 
 
 def _prepare_any(service: Service, body: Body) -> AskedEmbeddings:
@@ -142,7 +161,8 @@ def _prepare_any(service: Service, body: Body) -> AskedEmbeddings:
             raise invalid(name, f"{name} is for a model that embeds; this one classifies.", "unsupported_parameter")
     common = ("inputs", "model", "raw_scores", "truncate", "truncation_direction", "parameters")
     given = TeiPredictRequest(**{name: getattr(asked, name) for name in common})
-    return _prediction(service, body, given, is_flat=False)
+    texts = [asked.inputs] if isinstance(asked.inputs, str) else asked.inputs
+    return _prediction(service, body, given, [[text] for text in texts], is_flat=False)
 
 
 create_embed, create_prediction, create_any = map(answered, (_prepare_embed, _prepare_predict, _prepare_any))

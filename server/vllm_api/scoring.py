@@ -86,7 +86,7 @@ def _of_pairs(service: Service, asked: PoolingRequest, body: Body) -> AskedEmbed
             raise invalid(name, f"Send {name}, too: text_1 and text_2 are a pair.", "missing_required_parameter")
     first, second = _pairs(PairsRequest(text_1=asked.text_1, text_2=asked.text_2))
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
-    asked.input, second_from = _encoded(service, pairs, ("text_1", "text_2"), asked.truncate_prompt_tokens)
+    asked.input, second_from = encoded_pairs(service, pairs, ("text_1", "text_2"), asked.truncate_prompt_tokens)
     asked.truncate_prompt_tokens = None
     prepared = prepare_embeddings(service, asked, _pooled, body.exchange.tenant, "text_2")
     prepared.second_from = second_from
@@ -331,14 +331,14 @@ def _ranking(
             f"The model {service.model_name!r} cannot rank: {info.pooling.why_no_scores}. POST /similarity compares"
             " embeddings.",
         )
-    ids, second_from = _encoded(service, pairs, names, most)
+    ids, second_from = encoded_pairs(service, pairs, names, most)
     given = EmbeddingRequest(model=model, input=ids)
     prepared = prepare_embeddings(service, given, answer, tenant, names[1])
     prepared.task, prepared.second_from = "classify", second_from
     return prepared
 
 
-def _encoded(
+def encoded_pairs(
     service: Service, pairs: Sequence[tuple[str, str]], names: tuple[str, str], most: int | None
 ) -> tuple[list[str | int | list[int]], list[int | None]]:
     """The ids of pairs, and each one's first token of the second text's type, or None; `names`: of the two fields.

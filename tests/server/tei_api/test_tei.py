@@ -85,17 +85,29 @@ def test_rerank(ranking: Real, path: str) -> None:
 
 def test_predict(labelling: Real) -> None:
     own = labelling.http.post("/classify", json={"input": TEXTS[:2]}).json()["data"]
-    found = labelling.http.post("/predict", json={"inputs": TEXTS[:2]}).json()
+    found = labelling.http.post("/predict", json={"inputs": [[text] for text in TEXTS[:2]]}).json()
     assert [[each["score"] for each in labels] for labels in found] == [
         sorted(each["probs"], reverse=True) for each in own
     ]
     assert found[0][0]["label"] == own[0]["label"]
     assert labelling.http.post("/predict", json={"inputs": TEXTS[0]}).json() == found[0]
+    assert labelling.http.post("/predict", json={"inputs": TEXTS[:1]}).json() == found[0]
     assert labelling.http.post("/", json={"inputs": TEXTS[0]}).json() == [found[0]]
     raw = labelling.http.post("/predict", json={"inputs": TEXTS[0], "raw_scores": True}).json()
     assert sum(each["score"] for each in raw) != pytest.approx(1)
     top = labelling.http.post("/", json={"inputs": TEXTS, "parameters": {"top_k": 1}}).json()
     assert [len(each) for each in top] == [1] * len(TEXTS)
+
+
+def test_predict_of_pairs(ranking: Real) -> None:
+    """A flat list of two is a pair, as text-embeddings-inference reads it."""
+    theirs = expected("scores bert_pairs")
+    found = ranking.http.post("/predict", json={"inputs": [[QUERY, text] for text in TEXTS]}).json()
+    np.testing.assert_allclose([score["score"] for (score,) in found], theirs, rtol=1e-5)
+    assert ranking.http.post("/predict", json={"inputs": [QUERY, TEXTS[0]]}).json() == found[0]
+    long = ranking.http.post("/predict", json={"inputs": [QUERY, LONG], "truncate": True}).json()
+    cut = ranking.http.post("/score", json={"text_1": QUERY, "text_2": LONG, "truncate_prompt_tokens": -1}).json()
+    assert long[0]["score"] == cut["data"][0]["score"]
 
 
 def test_similarity(embedding: Real) -> None:
@@ -131,6 +143,11 @@ def test_similarity(embedding: Real) -> None:
         ("ranking", "/rerank", {"query": "a", "documents": ["b"], "raw_scores": True}, "raw_scores"),
         ("ranking", "/rerank", {"query": "a"}, "documents"),
         ("labelling", "/", {"inputs": "a", "dimensions": 4}, "dimensions"),
+        ("labelling", "/predict", {"inputs": ["a", "b", "c"]}, "inputs"),
+        ("labelling", "/predict", {"inputs": [["a"], []]}, "inputs[1]"),
+        ("labelling", "/predict", {"inputs": ["a", ["b"]]}, "inputs"),
+        ("labelling", "/predict", {"inputs": [["a"], ["a", "b"]]}, "inputs"),
+        ("ranking", "/predict", {"inputs": ["a", LONG]}, "inputs"),
         ("labelling", "/predict", {"inputs": "a", "parameters": {"function_to_apply": "sigmoid"}},
          "parameters.function_to_apply"),
     ],
