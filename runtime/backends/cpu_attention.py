@@ -87,7 +87,7 @@ def qkv_prepare(
 
 
 def qkv_attention(*_: Any) -> None:
-    """Returns None: the cpu prepares heads first (`ops.qkv_attention`)."""
+    """None: a CPU prepares heads before attention (``ops.qkv_attention``)."""
 
 
 def _explain_places(

@@ -502,7 +502,7 @@ class ProcessEngineClient(EngineClient):
 
 def _log_error(future: Future[NDArray[np.float32]]) -> None:
     if (error := future.exception()) is not None:
-        logger.error("an engine slept before it was started anew, and does not sleep again: %s", error)
+        logger.error("an engine slept or was paused before it was started anew, and is not now: %s", error)
 
 
 def _log(line: LogLine) -> None:
