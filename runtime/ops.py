@@ -45,9 +45,9 @@ __all__ = [
     "attention", "check_ids", "clamp", "delta_rule", "distributions", "embedding", "experts", "forbid", "gather_rows",
     "gelu", "gelu_gate", "glu", "keep_groups", "keep_proposals", "latent_attention", "latent_queries", "latent_values",
     "layer_norm", "linear", "linear_glu", "linear_partial", "log_softmax_topk", "logits_linear", "low_rank", "mamba",
-    "normed_route", "place", "prepare_linear", "qkv_attention", "qkv_prepare", "rms_norm", "route", "sample",
-    "sample_into", "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs", "takes_low_rank",
-    "text_attention", "xielu",
+    "normed_route", "place", "pooled_texts", "prepare_linear", "qkv_attention", "qkv_prepare", "rms_norm", "route",
+    "sample", "sample_into", "short_conv", "sigmoid_gate", "silu", "squared_relu", "take_decode_inputs",
+    "takes_low_rank", "text_attention", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -813,6 +813,15 @@ def text_attention(
     return backend.text_attention(  # type: ignore[no-any-return]
         qkv, batch, group, block_size, num_heads, head_dim, scale, position_bias
     )
+
+
+def pooled_texts(x: Tensor, query_start: Tensor, pooling: str) -> Tensor:
+    """One row ``[n, H]`` for each of n texts, of whose tokens ``x [T, H]`` has the hidden states; they begin at
+    ``query_start [n + 1]``. ``pooling`` is one of `runtime.pooling.POOLINGS`. On the CPU alone."""
+    op, backend = "pooled_texts", _backend("pooled_texts", "x", x)
+    check(op, "x", x, x.device, float32, (None, None))
+    check(op, "query_start", query_start, x.device, int32, (None,))
+    return backend.pooled_texts(x, query_start, pooling)  # type: ignore[no-any-return]
 
 
 def texts_need_pages(device: Device, page_dtype: DType, head_dim: int) -> bool:

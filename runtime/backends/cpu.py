@@ -17,6 +17,7 @@ from numba_kernels.cpu import decode_inputs as _decode_inputs
 from numba_kernels.cpu import embedding as _embedding
 from numba_kernels.cpu import experts as _experts
 from numba_kernels.cpu import norm as _norm
+from numba_kernels.cpu import pooled_texts as _pooled
 from numba_kernels.cpu.gemm import experts as _grouped
 from numba_kernels.cpu.gemm import linear as _linear
 from numba_kernels.cpu.gemm import low_rank as _low_rank
@@ -277,6 +278,17 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
         work_items, workers, x.address, weight.address, 0 if bias is None else bias.address, result.address, rows,
         width, rows_a_work_item, eps, 1.0,
     )  # fmt: skip
+    return result
+
+
+def pooled_texts(x: Tensor, query_start: Tensor, pooling: str) -> Tensor:
+    """See `ops.pooled_texts`."""
+    texts, width = query_start.shape[0] - 1, x.shape[1]
+    result = new((texts, width))
+    _, workers, _ = share_among(x.shape[0], width)
+    _pooled.pooled_texts_kernel()(
+        texts, workers, x.address, query_start.address, result.address, texts, width, _pooled.POOLINGS.index(pooling)
+    )
     return result
 
 

@@ -348,9 +348,8 @@ class LLM(LoadedModel):
         waiting: list[Future[NDArray[np.float32]]] = []
         found: list[NDArray[np.float32]] = []
         try:
-            if len(asked) == 1:
-                waiting.append(_when_there_is_room(partial(self.client.embed_here, asked[0].request(pooling, task))))
-                return [waiting[0].result()]
+            if len(asked) == 1 and (lone := self.client.embed_here(asked[0].request(pooling, task))) is not None:
+                return [lone]
             with progress("Prompts", len(asked), use_tqdm) as advance:
 
                 def take_next() -> None:

@@ -17,11 +17,13 @@ from runtime.backends import cpu
 from runtime.device.device import CPU, Device
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
+from runtime.engine.steps.embedder import Embedding
 from runtime.engine.steps.encoder_passes import EncoderPasses
 from runtime.engine.steps.pooling_pass import PagedSidePass
 from runtime.engine.steps.recorder import open_recorder
 from runtime.errors import InvalidArgumentError
 from runtime.llm import LLM
+from runtime.pooling import POOLINGS
 from tests.models.driver import relative_error
 from tests.models.encoder_cases import (
     CASES,
@@ -141,6 +143,21 @@ def test_replays_have_the_bits_of_the_passes_that_they_replace(tmp_path: Path, c
     with pytest.raises(InvalidArgumentError, match="token"):
         replay([[10**6, *IDS[1:]]])
     np.testing.assert_array_equal(replay([IDS], [second]), run([IDS], [second]))
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_recorded_pooling_has_the_bits_of_the_host_s(tmp_path: Path, pooling: str) -> None:
+    model = load_model(write_encoder(tmp_path, "bert"))
+    recorded, run = EncoderPasses(model, LIMITS, open_recorder(CPU)), passes_of(model)
+    for texts in ([IDS], [IDS[:1]], [IDS[:5], IDS, IDS[:1]], [IDS[:9], IDS[::-1], IDS[:7]], [IDS]):
+        ids = [np.array(each, np.int32) for each in texts]
+        side = PagedSidePass(model, LIMITS, [len(each) for each in ids], lambda: None, passes=recorded)
+        found = side.pooled(ids, [None] * len(ids), pooling)
+        assert found is not None
+        for row, each in zip(found, texts, strict=True):
+            one = Embedding(np.array(each, np.int32), pooling)
+            one.absorb(run([each]), len(each))
+            np.testing.assert_array_equal(row, one.pooled)
 
 
 def test_long_passes_are_not_recorded(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from numba_kernels.cpu.gemm.experts import experts_kernel
 from numba_kernels.cpu.latent import attention as latent_attention
 from numba_kernels.cpu.latent.head_maps import head_maps_kernel
 from numba_kernels.cpu.latent.prepare import latent_kernel
+from numba_kernels.cpu.pooled_texts import pooled_texts_kernel
 from numba_kernels.cpu.recurrent import convolution, prepare, scan
 
 
@@ -60,6 +61,7 @@ def kernels_of(
         yield attention.attention_kernel, (paged, span, rounds and attention.takes_pairs(paged, span, 2))
         if is_encoder:
             yield texts.text_attention_kernel, (texts.rounds_text(rounds),)
+            yield pooled_texts_kernel, ()
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
     in_blocks = [each for each in BLOCKS if each in formats]

@@ -272,11 +272,12 @@ class EngineClient(Protocol):
         """
         ...
 
-    def embed_here(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
-        """``embed`` for a caller that has nothing else to do: an idle engine in this process lends itself to the
-        caller's thread for one pass, and the future is done. To wake the engine's thread, and to be woken by it, would
-        take a tenth of a short text's time."""
-        return self.embed(request)
+    def embed_here(self, request: PoolingRequest) -> NDArray[np.float32] | None:
+        """The result of ``embed`` for a caller that has nothing else to do: an idle engine in this process lends itself
+        to the caller's thread for one pass. To wake the engine's thread, and to be woken by it, would take a tenth of a
+        short text's time. None if the engine has other work or one pass does not do: then ``embed`` takes the request.
+        Raises as ``embed`` and its future do."""
+        return None
 
     def load_adapter(self, name: str, path: str) -> Future[NDArray[np.float32]]:
         """Read the adapter in a folder, check it against the model, and keep it in host memory. Returns at once; the

@@ -307,9 +307,12 @@ class ProcessServer:
         def embed() -> Future[Any]:
             assert call.pooled is not None
             is_lone = is_last and len(call.pooled.token_ids) <= MOST_TOKENS_HERE
-            future = (client.embed_here if is_lone else client.embed)(call.pooled)
-            if future.done():  # `_report` is not called
-                self._progress_s = time.monotonic()
+            found = client.embed_here(call.pooled) if is_lone else None
+            if found is None:
+                return client.embed(call.pooled)
+            self._progress_s = time.monotonic()  # `_report` is not called
+            future: Future[Any] = Future()
+            future.set_result(found)
             return future
 
         computations: dict[str, Callable[..., Future[Any]]] = {

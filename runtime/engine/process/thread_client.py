@@ -83,6 +83,7 @@ class ThreadEngineClient(EngineClient):
         self._drains = False
         self._has_died = False
         self._is_idle = False  # its thread sleeps
+        self._is_called = True  # it has work, or something has come since it went to sleep
         self._borrower: threading.Thread | None = None  # runs the engine meanwhile
         if engine.hand_overs is not None:
             engine.hand_overs.tell = lambda output: self._deliver([output])
@@ -206,42 +207,30 @@ class ThreadEngineClient(EngineClient):
         """``logits`` that does not wait; computed between two steps. Raises ``EngineDeadError``."""
         return self._compute(partial(self._engine.logits, token_ids))
 
-    def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
-        self._origin.check()
-        return self._queue_embedding(self._engine.embedder.prepare(request))
-
-    def embed_here(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
+    def embed_here(self, request: PoolingRequest) -> NDArray[np.float32] | None:
         self._origin.check()
         engine = self._engine
+        if not engine.executor.takes_any_thread or request.images:
+            return None
         embedding = engine.embedder.prepare(request)
-        if not self._borrow(embedding):
-            return self._queue_embedding(embedding)
-        try:
-            engine.embed(embedding)
-            engine.advance_embeddings()
-        finally:
-            engine.embedder.drop(embedding)  # of an interrupted pass
-            with self._condition:
-                self._borrower = None
-                if self.has_work or self._is_closing:
-                    self._condition.notify()
-        return embedding.future
-
-    def _borrow(self, embedding: Embedding) -> bool:
-        """Take the engine for one pass over the embedding. False if it has work or sleeps, or one pass does not do."""
-        engine = self._engine
-        if not engine.executor.takes_any_thread or embedding.pictures is not None:
-            return False
         if len(embedding.token_ids) > engine.limits.max_num_batched_tokens:
-            return False
+            return None
         with self._condition:
             self._check_alive()
-            if not self._is_idle or self._borrower is not None or self.has_work or engine.pauses.blocks:
-                return False
+            if not self._is_idle or self._is_called or self._borrower is not None or engine.pauses.blocks:
+                return None
             self._borrower = threading.current_thread()
-        return True
+        try:
+            return engine.embedder.run_alone(embedding)
+        finally:
+            with self._condition:
+                self._borrower = None
+                if self._is_called or self._is_closing:
+                    self._condition.notify()
 
-    def _queue_embedding(self, embedding: Embedding) -> Future[NDArray[np.float32]]:
+    def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:
+        self._origin.check()
+        embedding = self._engine.embedder.prepare(request)
         max_waiting = self._engine.limits.max_waiting
         with self._condition:
             self._check_alive()
@@ -345,10 +334,12 @@ class ThreadEngineClient(EngineClient):
 
     def _wake(self) -> None:
         with self._condition:
+            self._is_called = True
             self._condition.notify()
 
     def _enqueue(self, command: Callable[[], list[EngineOutput]]) -> None:
         self._commands.append(command)
+        self._is_called = True
         self._condition.notify()
 
     # Everything below runs on the engine's thread.
@@ -392,7 +383,7 @@ class ThreadEngineClient(EngineClient):
 
     def _sleep(self, seconds: float | None) -> bool:
         """Waits for a notice, with the condition's lock; False if the time is over."""
-        self._is_idle = True
+        self._is_idle, self._is_called = True, self.has_work
         try:
             return self._condition.wait(seconds)
         finally:

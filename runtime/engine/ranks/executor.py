@@ -358,6 +358,9 @@ class _SharedPass:
     def __init__(self, pooling_pass: SidePass, executor: ParallelExecutor) -> None:
         self._pooling_pass, self._executor = pooling_pass, executor
 
+    def pooled(self, *_: object) -> None:
+        """Ranks do not pool."""
+
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
         types: Sequence[NDArray[np.int32] | None] = (),

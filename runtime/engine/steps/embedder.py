@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,9 @@ SHARED_TOKENS = 256
 (MiniLM's shape on a Zen 5: 1 to 3 % of the time of texts of 64 tokens)."""
 
 
+_FAILED = "the model failed at this embedding"
+
+
 class EmbeddingError(XservError):
     """The model failed on an embedding, or computed one that is not finite."""
 
@@ -57,20 +60,22 @@ class Embedding:
     pooling       a pooling, or several ("cls+mean"), or "all" for a task of each token
     num_computed  tokens whose keys and values are in the pages
     totals        what each pooling has of their hidden states, ``[hidden_size]`` float64, or all of them, float32
+    row           the pooled row, if the pass has pooled
     pictures      of the prompt, or None
     cache_salt    encoded images are shared within it
     """
 
     token_ids: NDArray[np.int32]
     pooling: str
-    future: Future[NDArray[np.float32]]
     task: PoolingTask = "embed"
     second_from: int | None = None
     num_unpooled: int = 0
     num_computed: int = 0
     totals: dict[str, NDArray[Any]] = field(default_factory=dict)
+    row: NDArray[np.float32] | None = None
     pictures: Pictures | None = None
     cache_salt: str | None = None
+    future: Future[NDArray[np.float32]] = field(default_factory=Future)
 
     @property
     def types(self) -> NDArray[np.int32] | None:
@@ -115,6 +120,8 @@ class Embedding:
     @property
     def pooled(self) -> NDArray[np.float32]:
         """The pooled row, or the rows of all tokens, once they are computed."""
+        if self.row is not None:
+            return self.row
         last, left_out = len(self.token_ids), self.num_unpooled
         count, weights = last - left_out, (last * (last + 1) - left_out * (left_out + 1)) / 2
         divisor = {"mean": count, "weighted_mean": weights, "mean_sqrt_len": count**0.5}
@@ -178,7 +185,7 @@ class Embedder:
                 param="token_ids",
             )
         return Embedding(
-            ids, pooling, Future(), task, request.second_from if own.reads_types else None, num_unpooled,
+            ids, pooling, task, request.second_from if own.reads_types else None, num_unpooled,
             pictures=pictures_of(request.images, ids, self._images), cache_salt=request.cache_salt,
         )  # fmt: skip
 
@@ -192,10 +199,17 @@ class Embedder:
         if not embedding.future.done() and embedding.future.set_running_or_notify_cancel():
             embedding.future.set_exception(EmbeddingError(why))
 
-    def drop(self, embedding: Embedding) -> None:
-        """Forget an embedding that is not over, if it is the first."""
-        if self._waiting and self._waiting[0] is embedding:
-            self._end_first()
+    def run_alone(self, embedding: Embedding) -> NDArray[np.float32]:
+        """The result of one that takes one pass, while none waits. Raises ``EmbeddingError``."""
+        try:
+            self._run([embedding])
+            return self._result(embedding)
+        except EmbeddingError:
+            raise
+        except Exception as error:
+            logger.exception("an embedding failed")
+            raise EmbeddingError(_FAILED) from error
+        finally:
             self._pass = None
 
     def _end_first(self) -> None:
@@ -211,12 +225,16 @@ class Embedder:
             return
         try:
             self._run(chosen)
+            # A caller waits for the first of its futures: set last, it wakes the caller once, and finds all.
+            for embedding in reversed(chosen):
+                if not embedding.num_left:
+                    self._finish(embedding)
         except ExecutorLostError:
             raise
         except Exception:
             logger.exception("the embedding of %d prompts failed", len(chosen))
             for embedding in chosen:
-                self.fail(embedding, "the model failed at this embedding")
+                self.fail(embedding, _FAILED)
         while self._waiting and not self._waiting[0].num_left:
             self._end_first()
         if not (self._waiting and self._waiting[0].num_computed):
@@ -240,6 +258,15 @@ class Embedder:
         return chosen
 
     def _run(self, chosen: list[Embedding]) -> None:
+        if self._pass is None:
+            self._pass = self._executor.pooling_pass([len(embedding.token_ids) for embedding in chosen])
+        types = [each.types for each in chosen]
+        if pooling := _shared_pooling(chosen):
+            rows = self._pass.pooled([each.token_ids for each in chosen], types, pooling)
+            if rows is not None:
+                for embedding, row in zip(chosen, rows):
+                    embedding.row, embedding.num_computed = row, len(embedding.token_ids)
+                return
         starts = [embedding.num_computed for embedding in chosen]
         most = self._limits.max_num_batched_tokens
         ids = [embedding.token_ids[start : start + most] for embedding, start in zip(chosen, starts)]
@@ -250,9 +277,6 @@ class Embedder:
             ids, end = [ids[0][:count]], starts[0] + count
             rotary = None if own.positions is None else np.ascontiguousarray(own.positions[:, starts[0] : end])
             pictures = PassPictures(starts[0], count, rotary, *chunk_spans(own, starts[0], end, 0))
-        if self._pass is None:
-            self._pass = self._executor.pooling_pass([len(embedding.token_ids) for embedding in chosen])
-        types = [embedding.types for embedding in chosen]
         hidden = self._pass.run(ids, starts, pictures, types)  # [num_tokens, hidden_size]
         ends = list(itertools.accumulate(map(len, ids)))
         firsts = [0, *ends[:-1]]
@@ -262,22 +286,32 @@ class Embedder:
             wanted = [first if each.pooling == "cls" else end - 1 for each, first, end in zip(chosen, firsts, ends)]
             hidden = ops.gather_rows(hidden, Tensor.from_numpy(np.array(wanted, np.int32)).to(hidden.device))
             firsts, ends = list(range(len(chosen))), list(range(1, len(chosen) + 1))
-        rows = _on_host(hidden)
+        states = _on_host(hidden)
         for embedding, first, end, new_ids in zip(chosen, firsts, ends, ids):
-            embedding.absorb(rows[first:end], len(new_ids))
-        # A caller waits for the first of its futures: set last, it wakes the caller once, and finds all.
-        for embedding in reversed(chosen):
-            if not embedding.num_left:
-                self._finish(embedding)
+            embedding.absorb(states[first:end], len(new_ids))
+
+    def _result(self, embedding: Embedding) -> NDArray[np.float32]:
+        vector = self._executor.head(embedding.task, embedding.pooled)
+        if not np.isfinite(vector).all():
+            raise EmbeddingError("the model's hidden states are not finite")
+        return vector
 
     def _finish(self, embedding: Embedding) -> None:
-        vector = self._executor.head(embedding.task, embedding.pooled)
-        if not embedding.future.set_running_or_notify_cancel():
+        try:
+            vector = self._result(embedding)
+        except EmbeddingError as error:
+            self.fail(embedding, str(error))
             return
-        if np.isfinite(vector).all():
+        if embedding.future.set_running_or_notify_cancel():
             embedding.future.set_result(vector)
-        else:
-            embedding.future.set_exception(EmbeddingError("the model's hidden states are not finite"))
+
+
+def _shared_pooling(chosen: Sequence[Embedding]) -> str:
+    """The one pooling of all tokens of each, or ""."""
+    pooling = chosen[0].pooling
+    if pooling in POOLINGS and all(each.pooling == pooling and not each.num_unpooled for each in chosen):
+        return pooling
+    return ""
 
 
 def _on_host(hidden: Tensor) -> NDArray[np.float32]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime import ops
 from runtime.batch import Batch
 from runtime.device.errors import CaptureError
 from runtime.engine.limits import EngineLimits
@@ -42,11 +43,12 @@ class EncoderInputs(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """`length`: of the longest text, rounded up."""
+    """`length`: of the longest text, rounded up. `pooling`: of the result's rows; "" for those of all tokens."""
 
     num_tokens: int
     num_seqs: int
     length: int
+    pooling: str
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,7 @@ class EncoderPasses:
         """Recordings that are kept."""
         return len(self._recordings.kept)
 
-    def takes(self, lengths: list[int]) -> bool:
+    def takes(self, lengths: Sequence[int]) -> bool:
         """Whether a pass over texts of these lengths is recorded."""
         fits = sum(lengths) <= self._limits.max_num_batched_tokens and len(lengths) <= self._limits.max_num_seqs
         return fits and not self._recordings.has_given_up
@@ -108,17 +110,17 @@ class EncoderPasses:
             self._pages = pages_of(self._model, spec, counts)
         return self._pages
 
-    def _shape(self, lengths: tuple[int, ...]) -> _Shape:
+    def _shape(self, lengths: tuple[int, ...], pooling: str) -> _Shape:
         longest = self._lengths[bisect_left(self._lengths, max(lengths))]
-        return _Shape(sum(lengths), len(lengths), longest)
+        return _Shape(sum(lengths), len(lengths), longest, pooling)
 
     def run_again(
         self, lengths: tuple[int, ...], token_ids: Sequence[NDArray[np.int32]],
-        types: Sequence[NDArray[np.int32] | None],
+        types: Sequence[NDArray[np.int32] | None], pooling: str,
     ) -> Tensor | None:  # fmt: skip
         """`run` without a layout, if the recording of this shape was last run for texts of the same lengths; else
         None."""
-        found = self._recordings.take(self._shape(lengths))
+        found = self._recordings.take(self._shape(lengths, pooling))
         if found is None or found.lengths != lengths:
             return None
         np.concatenate(token_ids, out=found.layout.arrays["token_ids"])
@@ -128,16 +130,17 @@ class EncoderPasses:
             at += length
         return found.replay()
 
-    def run(self, lengths: tuple[int, ...], layout: StepLayout, inputs: EncoderInputs) -> Tensor:
-        """The hidden states, valid until the next run. Raises what the model's forward pass raises."""
-        shape = self._shape(lengths)
+    def run(self, lengths: tuple[int, ...], layout: StepLayout, inputs: EncoderInputs, pooling: str) -> Tensor:
+        """The hidden states, or a row of each text by this ``pooling``, valid until the next run. Raises what the
+        model's forward pass raises."""
+        shape = self._shape(lengths, pooling)
         found = self._recordings.take(shape)
         if found is None:
             found = self._record(shape, lengths, layout, inputs)
             if found is None:
                 batch = layout.batch(self._model.device, exact=self._limits.exact)
                 inputs.give(batch)
-                return self._model.forward(batch, self.pages)
+                return self._forward(batch, self.pages, pooling)
         else:
             for name, target in found.layout.arrays.items():
                 _write(target, layout.arrays[name])
@@ -146,6 +149,10 @@ class EncoderPasses:
             found.inputs.types[:] = inputs.types
             found.lengths = lengths
         return found.replay()
+
+    def _forward(self, batch: Batch, pages: KVCache, pooling: str) -> Tensor:
+        hidden = self._model.forward(batch, pages)
+        return ops.pooled_texts(hidden, batch.query_start, pooling) if pooling else hidden
 
     def _record(
         self, shape: _Shape, lengths: tuple[int, ...], layout: StepLayout, inputs: EncoderInputs
@@ -165,7 +172,7 @@ class EncoderPasses:
         pages = self.pages
 
         def work() -> Tensor:
-            return self._recorder.outlive(self._model.forward(batch, pages))
+            return self._recorder.outlive(self._forward(batch, pages, shape.pooling))
 
         try:
             recording = self._recorder.record(work)

@@ -129,6 +129,12 @@ def logits_to_sample(model: Model, hidden: Tensor, adapters: Tensor | None = Non
 class SidePass(Protocol):
     """Forward passes over prompts outside the steps."""
 
+    def pooled(
+        self, token_ids: Sequence[NDArray[np.int32]], types: Sequence[NDArray[np.int32] | None], pooling: str
+    ) -> NDArray[np.float32] | None:
+        """`run` of whole prompts, and one of their rows' poolings: ``[n, hidden_size]``. None if it cannot pool."""
+        ...
+
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
         types: Sequence[NDArray[np.int32] | None] = (),

@@ -45,7 +45,7 @@ class PagedSidePass:
         self._limits = limits
         self._lengths = tuple(lengths)
         self._states: list[tuple[int, int, list[int]]] = []
-        self._passes = passes if passes is not None and passes.takes(list(lengths)) else None
+        self._passes = passes if passes is not None and passes.takes(lengths) else None
         if self._passes is None:
             self._reserve()
 
@@ -71,13 +71,20 @@ class PagedSidePass:
                 num_used[pool] += count
         self._pages = pages_of(model, spec, num_used) if self._passes is None else self._passes.pages
 
+    def pooled(
+        self, token_ids: Sequence[NDArray[np.int32]], types: Sequence[NDArray[np.int32] | None], pooling: str
+    ) -> NDArray[np.float32] | None:
+        if self._passes is None:
+            return None
+        return self.run(token_ids, [0] * len(token_ids), None, types, pooling).array.copy()
+
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
-        types: Sequence[NDArray[np.int32] | None] = (),
+        types: Sequence[NDArray[np.int32] | None] = (), pooling: str = "",
     ) -> Tensor:  # fmt: skip
         self._synchronize()
         if self._passes is not None:
-            found = self._passes.run_again(self._lengths, token_ids, types or [None] * len(token_ids))
+            found = self._passes.run_again(self._lengths, token_ids, types or [None] * len(token_ids), pooling)
             if found is not None:
                 return found
             self._reserve()
@@ -95,7 +102,7 @@ class PagedSidePass:
             assert not any(starts), "an encoder's prompt is one chunk"
             inputs = encoder_inputs(self._model.windows, counts, types)
             if self._passes is not None:
-                return self._passes.run(self._lengths, layout, inputs)
+                return self._passes.run(self._lengths, layout, inputs, pooling)
         batch = layout.batch(self._model.device, exact=self._limits.exact)
         if pictures is not None:
             assert self._store is not None, "pictures were encoded"

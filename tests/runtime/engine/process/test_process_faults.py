@@ -214,9 +214,8 @@ def test_an_embedding_that_the_reader_computed_is_progress() -> None:
     """Else an engine that computes one after the other, and nothing else, would seem to hang."""
     connection, peer = socket.socketpair()
     with connection, peer:
-        server, computed = ProcessServer(connection), Future[Any]()
-        computed.set_result(np.zeros(1, np.float32))
-        server._client = Mock(embed=lambda *_: Future(), embed_here=lambda *_: computed)
+        server = ProcessServer(connection)
+        server._client = Mock(embed=lambda *_: Future(), embed_here=lambda *_: np.zeros(1, np.float32))
         server._progress_s = 0.0
         call = Call(1, "embed", pooled=PoolingRequest([1, 2]))
         server._obey(call, is_last=False)

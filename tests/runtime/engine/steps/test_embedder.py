@@ -173,6 +173,13 @@ def expected_last(prompt: list[int]) -> list[float]:
     return [prefix_hashes(np.array(prompt))[-1]]
 
 
+def embedded(client: ThreadEngineClient, prompt: list[int]) -> NDArray[np.float32]:
+    """By this thread if the engine is idle."""
+    asked = PoolingRequest(prompt)
+    here = client.embed_here(asked)
+    return client.embed(asked).result(TIMEOUT_S) if here is None else here
+
+
 def test_an_idle_engine_computes_one_on_the_callers_thread(client: ThreadEngineClient, model: FakeModel) -> None:
     threads: list[str] = []
     model.before_forward = lambda batch: threads.append(threading.current_thread().name)
@@ -180,12 +187,12 @@ def test_an_idle_engine_computes_one_on_the_callers_thread(client: ThreadEngineC
     wait_until(lambda: client._is_idle)
     for length in (1, BUDGET, BUDGET + 1):
         prompt = prompt_of(length)
-        assert client.embed_here(PoolingRequest(prompt)).result(TIMEOUT_S).tolist() == expected_last(prompt)
+        assert embedded(client, prompt).tolist() == expected_last(prompt)
         wait_until(lambda: client._is_idle)
     assert threads == [mine, mine, "xserv-engine", "xserv-engine"]  # two passes: others come between them
     sink = Sink()
     client.submit(request("x", [1], max_tokens=50), sink)
-    assert client.embed_here(PoolingRequest([3])).result(TIMEOUT_S).tolist() == expected_last([3])
+    assert embedded(client, [3]).tolist() == expected_last([3])
     assert sink.wait().token_ids() == greedy([1], 50)
     assert client.embed(PoolingRequest([4])).result(TIMEOUT_S).tolist() == expected_last([4])
 
@@ -193,9 +200,7 @@ def test_an_idle_engine_computes_one_on_the_callers_thread(client: ThreadEngineC
 def test_what_comes_meanwhile_is_computed_afterwards(client: ThreadEngineClient, model: FakeModel) -> None:
     wait_until(lambda: client._is_idle)
     gate, found = Gate(model), []
-    borrowing = threading.Thread(
-        target=lambda: found.append(client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S))
-    )
+    borrowing = threading.Thread(target=lambda: found.append(embedded(client, [1, 2])))
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
     sink, other, logits = Sink(), client.embed(PoolingRequest([3])), client.start_logits([1, 2])
@@ -213,7 +218,7 @@ def test_what_comes_without_a_command_is_computed_afterwards(client: ThreadEngin
     """As pages do, of a request that waits for them."""
     wait_until(lambda: client._is_idle)
     gate, sink = Gate(model), Sink()
-    borrowing = threading.Thread(target=lambda: client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S))
+    borrowing = threading.Thread(target=lambda: embedded(client, [1, 2]))
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
     asked = request("x", [1, 2], max_tokens=5)
@@ -237,11 +242,11 @@ def test_an_interrupted_pass_leaves_the_engine_as_it_was(client: ThreadEngineCli
     model.before_forward = lambda batch: None
     assert not client.has_work
     for _ in range(3):
-        assert client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S).tolist() == expected_last([1, 2])
+        assert embedded(client, [1, 2]).tolist() == expected_last([1, 2])
         assert client.embed(PoolingRequest([2, 1])).result(TIMEOUT_S).tolist() == expected_last([2, 1])
     model.nan_after = 4
     with pytest.raises(EmbeddingError, match="finite"):
-        client.embed_here(PoolingRequest([1, 4])).result(TIMEOUT_S)
+        embedded(client, [1, 4])
 
 
 @pytest.mark.parametrize("drain", [False, True])
@@ -249,9 +254,7 @@ def test_closing_waits_for_the_borrowed_pass(model: FakeModel, drain: bool) -> N
     client = ThreadEngineClient(make_engine(model=model))
     wait_until(lambda: client._is_idle)
     gate, found = Gate(model), []
-    borrowing = threading.Thread(
-        target=lambda: found.append(client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S))
-    )
+    borrowing = threading.Thread(target=lambda: found.append(embedded(client, [1, 2])))
     borrowing.start()
     assert gate.entered.wait(TIMEOUT_S)
     closing = threading.Thread(target=client.close, args=(drain,))
@@ -279,7 +282,7 @@ def test_many_threads_borrow_submit_and_wait_at_once(model: FakeModel) -> None:
                 client.submit(request(f"{number}-{turn}", prompt[:20], max_tokens=3), sink)
                 if sink.wait().token_ids() != greedy(prompt[:20], 3):
                     wrong.append((number, turn))
-            elif client.embed_here(PoolingRequest(prompt)).result(TIMEOUT_S).tolist() != expected_last(prompt):
+            elif embedded(client, prompt).tolist() != expected_last(prompt):
                 wrong.append((number, turn))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
@@ -298,9 +301,7 @@ def test_a_signal_handler_closes_during_its_threads_pass(model: FakeModel) -> No
     wait_until(lambda: client._is_idle)
     model.before_forward = lambda batch: client.close()
     found: list[NDArray[np.float32]] = []
-    asking = threading.Thread(
-        target=lambda: found.append(client.embed_here(PoolingRequest([1, 2])).result(TIMEOUT_S)), daemon=True
-    )
+    asking = threading.Thread(target=lambda: found.append(embedded(client, [1, 2])), daemon=True)
     asking.start()
     asking.join(TIMEOUT_S)
     assert found[0].tolist() == expected_last([1, 2])
