@@ -132,7 +132,7 @@ def readable(message: str) -> str:
     """llguidance's error in one line: the reason, without the position in a text that is not the user's."""
     lines = message.removeprefix("at 1(8): ").split("\n")
     kept = [line.strip() for line in lines if not _OF_PLACES.match(line)]
-    text = " ".join(kept).removeprefix("failed to compile JSON schema: ").strip()
+    text = " ".join(kept).removeprefix("failed to compile JSON schema: ").removesuffix("<non-verbose/>").strip()
     return _UNTOLD.get(text, text)[:MAX_MESSAGE_LENGTH] or "no text matches it"
 
 

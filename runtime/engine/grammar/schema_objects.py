@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,13 +52,16 @@ class ObjectKeywords:
             table = found.get(name)
             if table is not None and not isinstance(table, dict):
                 raise schema_error(place_in(place, name), f"{name} must be an object of schemas, got {table!r:.60}")
-            if table:
-                for key in table:
-                    self._notes.note_characters(key)
-                written = {key: key if name == "properties" else _key_pattern(key, place) for key in table}
-                result[name] = {
-                    written[key]: self._prepare(each, place_in(place, name, key), False) for key, each in table.items()
-                }
+            for key, each in (table or {}).items():
+                self._notes.note_characters(key)
+                schema = self._prepare(each, place_in(place, name, key), False)
+                keys = [key] if name == "properties" else _names_of(key)
+                if keys is None:
+                    result.setdefault(name, {})[_key_pattern(key, place)] = schema
+                    continue
+                declared = result.setdefault("properties", {})
+                for one in keys:
+                    declared[one] = {"allOf": [declared[one], schema]} if one in declared else schema
         if required:
             result["required"] = list(dict.fromkeys(required))
             for key in required:
@@ -216,6 +220,17 @@ def _wanted(found: Mapping[str, Any], result: Mapping[str, Any]) -> set[str]:
 
 def _may_declare(schema: Any) -> bool:
     return isinstance(schema, dict) and any(schema.get(name) for name in ("properties", "patternProperties", *IN_PLACE))
+
+
+def _names_of(pattern: str) -> list[str] | None:
+    """The keys that match, if the pattern lists them, as `^(one|two)$` does. llguidance fails if a pattern matches no
+    key that is not declared too, and lets a pattern's key come twice."""
+    listed = _LISTED.fullmatch(pattern)
+    return None if listed is None else (listed[1] or listed[2]).replace("\\", "").split("|")
+
+
+_NAME = r"(?:[\w ,:;@/-]|\\[.$+*?()\[\]{}|^/-])+"
+_LISTED = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
 
 
 def _key_pattern(pattern: str, place: str) -> str:

@@ -23,6 +23,7 @@ import jsonschema
 import pydantic
 import pytest
 
+from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import check_grammar, compile_grammar
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.json_schema import prepared
@@ -106,6 +107,28 @@ def accepts(schema: Any, value: Any, vocabulary: Vocabulary, tokenizer: Tokenize
     (matcher,) = compile_grammar(Grammar(kind="json_schema", text=json.dumps(schema)), vocabulary, 1)
     ids = tokenizer.encode(json.dumps(value, ensure_ascii=False), add_special_tokens=False)
     return matcher.ll_matcher.try_consume_tokens(ids) == len(ids) and matcher.ll_matcher.is_accepting()
+
+
+@pytest.mark.parametrize("pattern", ["^a$", "^(?:a|b)$", "^(a|b\\.c)$"])
+def test_a_pattern_that_lists_its_keys_is_like_their_properties(
+    pattern: str, vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    """llguidance fails if a pattern has no key that is not declared too, and lets its keys come twice."""
+    schema = {
+        "type": "object", "properties": {"a": {"multipleOf": 2}}, "required": ["a"], "additionalProperties": False,
+        "patternProperties": {pattern: {"type": "integer"}},
+    }  # fmt: skip
+    check_grammar(Grammar(kind="json_schema", text=json.dumps(schema)), vocabulary)
+    assert accepts(schema, {"a": 4}, vocabulary, tokenizer)
+    for wrong in ({"a": 3}, {"a": "b"}, {"a": 4, "c": 1}):
+        assert not accepts(schema, wrong, vocabulary, tokenizer)
+    further = {key: 2 for key in ("b", "b.c") if re.search(pattern, key)}
+    assert accepts(schema, {"a": 4, **further}, vocabulary, tokenizer)
+
+
+def test_a_grammar_without_a_text_is_refused_in_words(vocabulary: Vocabulary) -> None:
+    with pytest.raises(RequestError, match="no text matches it"):
+        check_grammar(Grammar(kind="lark", text="start: start"), vocabulary)
 
 
 def test_every_date_that_is_one_matches_and_no_other() -> None:

@@ -81,7 +81,9 @@ class Schemas:
         "format": lambda self, depth: self.sample.choice(["file-path", "int32"]),
         "$ref": lambda self, depth: self.sample.choice(["#/$defs/x", "#/$defs/y~1z", "#/$defs/y~1%7A"]),
         "properties": table,
-        "patternProperties": lambda self, depth: self.sample.choice([{}, {"^a": self.schema(depth)}]),
+        "patternProperties": lambda self, depth: {
+            pattern: self.schema(depth) for pattern in self.sample.choice([[], ["^a"], ["^a$"], ["^(a|b)$", "b"]])
+        },
         "additionalProperties": schema,
         "unevaluatedProperties": schema,
         "propertyNames": lambda self, depth: self.sample.choice(
