@@ -169,11 +169,15 @@ class Tokenizer:
 
     def encode_pair(self, text: str, pair: str, most: int | None = None) -> tuple[list[int], int | None]:
         """The ids of two texts with the special tokens around them, and the first of the second text's type; None if
-        the template tells them not apart. With `most` ids the second text loses its last ones."""
+        the template tells them not apart. With `most` ids the longer text loses its last ones, then both do, as in
+        `tokenizers` ("longest_first")."""
         first, second = (self._encode(each, self._splits_special_tokens) for each in (text, pair))
         ids, second_from = self._post_processor.process_pair(first, second)
         if most is not None and len(ids) > most:
-            ids, second_from = self._post_processor.process_pair(first, second[: max(0, len(second) - len(ids) + most)])
+            room = max(0, most - len(ids) + len(first) + len(second))
+            shorter = min(len(first), len(second), room // 2)
+            kept = (shorter, room - shorter) if len(first) <= len(second) else (room - shorter, shorter)
+            ids, second_from = self._post_processor.process_pair(first[: kept[0]], second[: kept[1]])
         return ids, second_from
 
     def encode_first(self, text: str, most: int, add_special_tokens: bool = True) -> list[int]:

@@ -36,7 +36,7 @@ class ContextLengthExceededError(RequestError):
         self, num_prompt_tokens: int, max_model_len: int, *, has_answer: bool = True, param: str = "prompt"
     ) -> None:
         answer = ", and the answer needs at least one" if has_answer else ""
-        is_named = param == "input" or param.endswith("]")  # else it is the whole request's
+        is_named = param not in ("prompt", "messages", "token_ids")  # else it is the whole request's
         own, shown = (param, "it") if is_named else ("The prompt", "the prompt")
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. {own} has {num_prompt_tokens}"

@@ -235,7 +235,7 @@ class LLM(LoadedModel):
         truncate_prompt_tokens: int | None = None, use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         """The relevance of the second texts to the first, which is one or as many, by a model that was trained to rank.
-        ``truncate_prompt_tokens``: a pair has at most so many, its second text is cut; -1: all that fit.
+        ``truncate_prompt_tokens``: a pair has at most so many, its longer text is cut; -1: all that fit.
 
         Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
         """

@@ -30,8 +30,8 @@ def num_unpooled(tokenizer: Tokenizer, pooling: PoolingInfo, prompt_name: str | 
 
 
 def check_cut(token_ids: list[int], truncate_prompt_tokens: int | None) -> None:
-    """Raises ``RequestError`` if a text that was cut to so many tokens still has more: the special ones around it and a
-    pair's first text, are never cut. Also for a number of tokens that is none."""
+    """Raises ``RequestError`` if a text that was cut to so many tokens still has more: the special ones around it, and
+    what a template writes around a pair, are never cut. Also for a number of tokens that is none."""
     check_truncation(truncate_prompt_tokens)
     if truncate_prompt_tokens is not None and 0 < truncate_prompt_tokens < len(token_ids):
         raise RequestError(
@@ -45,7 +45,7 @@ def pair_of(
     tokenizer: Tokenizer, pooling: PoolingInfo, query: str, document: str, most: int | None = None
 ) -> tuple[list[int], int | None]:  # fmt: skip
     """The ids of a query and a document, as the model was trained to rank them, and the first of the document's type,
-    or None. With ``most`` the document is cut at its end."""
+    or None. With ``most`` the longer of both is cut at its end, or, in a template, the document."""
     if pooling.pair_chat is not None:
         return _chat_of_pair(tokenizer, pooling, query, document, most), None
     if not pooling.pair_template:

@@ -69,7 +69,7 @@ class ScoreRequest(PairsRequest, kw_only=True, forbid_unknown_fields=True):
 
     text_1, text_2          one text and several, or equally many of both (`queries` and `documents` are
                             their other names)
-    truncate_prompt_tokens  a pair has at most so many tokens, special ones included; its second text is cut; -1: as
+    truncate_prompt_tokens  a pair has at most so many tokens, special ones included; its longer text is cut; -1: as
                             many as fit
     use_activation          a score from 0 to 1, if the model has such (default: true)
     """
@@ -110,7 +110,7 @@ class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_n             only the first so many (0 and null: all)
     return_documents  with the texts (default: true)
     truncate_prompt_tokens  a query and a document have at most so many tokens together, special ones included; the
-                            document is cut; -1: as many as fit
+                            longer one is cut; -1: as many as fit
     use_activation    scores from 0 to 1, if the model has such (default: true)
     texts             instead of documents: the request and its answer have the shapes of text-embeddings-inference,
                       with raw_scores, return_text and truncate (default: false)

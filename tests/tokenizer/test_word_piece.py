@@ -112,9 +112,13 @@ def test_pairs(both: tuple[Any, Tokenizer], tmp_path: Path, name: str) -> None:
     for text in TEXTS:
         check((theirs, ours), text, "the dog")
     whole, _ = ours.encode_pair(TEXTS[0], TEXTS[1])
-    cut, _ = ours.encode_pair(TEXTS[0], TEXTS[1], len(whole) - 3)
-    assert (len(cut), cut[-1]) == (len(whole) - 3, whole[-1])
-    assert cut[:-1] == whole[: len(cut) - 1]
+    num_special = theirs.num_special_tokens_to_add(True)
+    for pair in (TEXTS[:2], TEXTS[1::-1], (TEXTS[0], TEXTS[0]), (TEXTS[0], "")):
+        for most in range(num_special, len(whole) + 2):
+            theirs.enable_truncation(most)
+            encoded = theirs.encode(*pair)
+            ids, second_from = ours.encode_pair(*pair, most)
+            assert (ids, types_of(ids, second_from)) == (encoded.ids, encoded.type_ids), (pair, most)
     first = ours.encode_first(TEXTS[0], 6)
     assert first == [*ours.encode(TEXTS[0])[:5], whole[-1]]
 

@@ -26,18 +26,9 @@ Step = Callable[[list[str], bool], tuple[list[str], bool]]
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BEHAVIORS = ("Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _TYPES = (
-    "ByteLevel",
-    "Split",
-    "Digits",
-    "Metaspace",
-    "Punctuation",
-    "Whitespace",
-    "WhitespaceSplit",
-    "BertPreTokenizer",
-    "CharDelimiterSplit",
-    "FixedLength",
-    "Sequence",
-)
+    "ByteLevel", "Split", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer",
+    "CharDelimiterSplit", "FixedLength", "Sequence",
+)  # fmt: skip
 
 
 def build_pre_tokenizer(fields: Fields | None) -> list[Step]:

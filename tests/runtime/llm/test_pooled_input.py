@@ -36,7 +36,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         ("embed", ("a b c",), {"truncate_prompt_tokens": 1},
          "truncate_prompt_tokens is 1, and 2 tokens cannot be cut: send at least 2"),
         ("score", ("a", "b"), {"truncate_prompt_tokens": 2},
-         "truncate_prompt_tokens is 2, and 4 tokens cannot be cut: send at least 4"),
+         "truncate_prompt_tokens is 2, and 3 tokens cannot be cut: send at least 3"),
         ("score", ([], []), {}, r"data_1 must be a text, or a list of one text or more, got \[\]"),
         ("score", ("a", [3]), {}, r"data_2 must be a text, or a list of one text or more, got \[3\]"),
         ("score", ("a", "fox " * 200), {}, "maximum context length is 64 tokens. The prompt has 204"),
@@ -63,7 +63,7 @@ def test_what_cannot_be_cut_over_http(tmp_path: Path) -> None:
         for path, body in (
             ("/v1/embeddings", {"input": "a b c", "truncate_prompt_tokens": 1}),
             ("/score", {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 2}),
-            ("/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 3}),
+            ("/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 2}),
         ):
             answer = real.http.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")

@@ -13,6 +13,9 @@ import pytest
 from tests.models.encoder_cases import IDS, QUERY, TEXTS, expected, write_encoder
 from tests.server.real_server import Real, serving_real
 
+LONG = ["fox " * 100, "x", "The fox is in the den. " * 5]
+LONG_SCORES = [0.39857473969459534, 0.3481973111629486, 0.3560399115085602]
+
 
 @pytest.fixture(scope="module")
 def ranking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
@@ -59,9 +62,7 @@ def test_ranking(ranking: Real, path: str) -> None:
     ("path", "more", "param"),
     [
         ("/rerank", {"query": "fox " * 100, "documents": ["x"]}, "query"),
-        ("/rerank", {"query": "fox " * 100, "documents": ["x"], "truncate_prompt_tokens": -1}, "query"),
-        ("/rerank", {"query": "fox " * 100, "texts": ["x"], "truncate": True}, "query"),
-        ("/v2/rerank", {"query": "fox " * 100, "documents": ["x"]}, "query"),
+        ("/rerank", {"query": "fox " * 100, "texts": ["x"]}, "query"),
         ("/score", {"text_1": ["x", "fox " * 100], "text_2": ["x", "x"]}, "text_1"),
         ("/score", {"queries": "fox " * 100, "documents": "x"}, "queries"),
         ("/score", {"queries": "x", "documents": ["x", "fox " * 100]}, "documents[1]"),
@@ -87,6 +88,19 @@ def test_long_documents(ranking: Real) -> None:
     assert [each["relevance_score"] for each in cohere["results"]] == [
         each["relevance_score"] for each in cut["results"]
     ]
+
+
+def test_a_long_query_is_cut_as_sentence_transformers_does(ranking: Real) -> None:
+    """`CrossEncoder.predict` of the same folder gave these scores."""
+    for path, more in (
+        ("/rerank", {"documents": LONG, "truncate_prompt_tokens": -1}),
+        ("/rerank", {"texts": LONG, "truncate": True}),
+        ("/v2/rerank", {"documents": LONG}),
+    ):
+        answer = ranking.http.post(path, json={"model": ranking.model, "query": "the dog " * 100, **more}).json()
+        results = answer if "texts" in more else answer["results"]
+        scores = {each["index"]: each.get("relevance_score", each.get("score")) for each in results}
+        np.testing.assert_allclose([scores[i] for i in range(len(LONG))], LONG_SCORES, rtol=1e-5)
 
 
 def test_labels(labelling: Real) -> None:
