@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,6 +85,8 @@ class CommandGroup(TyperGroup):
     ) -> Any:
         arguments, is_debug = _without_debug(list(sys.argv[1:] if args is None else args))
         prepare_streams()
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were imported
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             status = super().main(
                 arguments or ["--help"],

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,24 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert prefixes & HEAVY == set()
     if arguments == ["--help"]:
         assert "pydantic" not in prefixes  # typer's own, as soon as there are options to convert
+
+
+def test_an_interrupt_while_modules_are_imported_has_no_traceback() -> None:
+    interrupts = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer.core":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt())
+from xserv.command import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", interrupts], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_help_names_every_command() -> None:
