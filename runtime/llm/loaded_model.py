@@ -287,6 +287,8 @@ class LoadedModel(ChangingWeights):
     ) -> AskedPooling:  # fmt: skip
         """A prompt to pool; texts after the model's prompt of that name, or its default one, and cut if they have more
         than so many tokens."""
+        if isinstance(prompt, list) and most is None and not prompt_name:
+            return AskedPooling(None, list(prompt), (), None, None)
         pooling = self.client.info.pooling
         if isinstance(prompt, Mapping) and "text_pair" in prompt:
             first, second = prompt.get("prompt"), prompt["text_pair"]

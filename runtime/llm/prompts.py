@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list. Raises ``RequestError`` for anything else."""
-    if isinstance(prompts, (str, Mapping)):
+    if not isinstance(prompts, list) and isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not hasattr(prompts, "__iter__"):
         raise RequestError(

@@ -152,8 +152,7 @@ def test_recorded_pooling_has_the_bits_of_the_host_s(tmp_path: Path, pooling: st
     for texts in ([IDS], [IDS[:1]], [IDS[:5], IDS, IDS[:1]], [IDS[:9], IDS[::-1], IDS[:7]], [IDS]):
         ids = [np.array(each, np.int32) for each in texts]
         side = PagedSidePass(model, LIMITS, [len(each) for each in ids], lambda: None, passes=recorded)
-        found = side.pooled(ids, [None] * len(ids), pooling)
-        assert found is not None
+        found = side.run(ids, [0] * len(ids), None, [None] * len(ids), pooling).array
         for row, each in zip(found, texts, strict=True):
             one = Embedding(np.array(each, np.int32), pooling)
             one.absorb(run([each]), len(each))

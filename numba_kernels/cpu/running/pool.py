@@ -131,11 +131,13 @@ def _launch(words, function, arguments, num_work_items, num_helpers):
         pause()
 
 
-@_compiled("UniTuple(int64, 2)(int64, int64[:, ::1])")
-def _launch_all(words, program):
+@_compiled("UniTuple(int64, 2)(int64, int64, int64)")
+def _launch_all(words, program, length):
     """Launch after launch; (the one that set its status, and which) or (-1, 0)."""
-    for i in range(program.shape[0]):
-        function, arguments, num_work_items, num_helpers = program[i, 0], program[i, 1], program[i, 2], program[i, 3]
+    for i in range(length):
+        row = i * PROGRAM_COLUMNS
+        function, arguments = _load(program, row), _load(program, row + 1)
+        num_work_items, num_helpers = _load(program, row + 2), _load(program, row + 3)
         if num_helpers == 0:
             for work_item in range(num_work_items):
                 _call(function, arguments, work_item)
@@ -182,12 +184,10 @@ class _Helpers:
             self.wake.notify_all()
 
     def begin(self) -> None:
-        """Wakes sleeping helpers; none goes to sleep until BUSY is 0 again."""
-        with self.wake:
-            _words[BUSY] = 1
-            if _words[ASLEEP]:
-                _words[ASLEEP] = 0
-                self.wake.notify_all()
+        """Wakes sleeping helpers; none goes to sleep until BUSY is 0 again, but for one that is about to."""
+        _words[BUSY] = 1
+        if _words[ASLEEP]:
+            self.rouse()
         if not self.threads:
             self.start()
 
@@ -243,15 +243,17 @@ def run(function: int, arguments: int, num_work_items: int, num_threads: int) ->
     _launch(_address, function, arguments, num_work_items, helpers)
 
 
-def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:
-    """Runs launch after launch, all threads from one to the next, until one has set the first word of its arguments:
-    (its number, the status), which is then reset to 0; or (-1, 0). No launch has more than ``most_helpers``."""
+def run_program(program: int, length: int, most_helpers: int) -> tuple[int, int]:
+    """Runs so many launches of the program at this address, all threads from one to the next, until one has set the
+    first word of its arguments: (its number, the status), which is then reset to 0; or (-1, 0). No launch has more than
+    ``most_helpers``."""
     if most_helpers:
         _helpers.begin()
     try:
-        return _launch_all(_address, program)
+        return _launch_all(_address, program, length)
     finally:
-        _words[BUSY] = 0
+        if most_helpers:
+            _words[BUSY] = 0
 
 
 def _after_fork() -> None:

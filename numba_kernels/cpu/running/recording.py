@@ -31,6 +31,7 @@ Explain = Callable[[int], Exception]
 """The error that a kernel's nonzero status stands for."""
 
 _LINE_BYTES = 64
+_ROW_BYTES = 8 * pool.PROGRAM_COLUMNS
 
 next_number = itertools.count().__next__
 """Numbers that rise from one creation to the next in this process: the older of two objects has the lower one."""
@@ -104,7 +105,7 @@ class Recording:
         self._launches: list[tuple[int, bytes, int, int, Explain | None]] = []
         self._blocks = np.empty(0, np.uint8)
         self._program = np.empty((0, pool.PROGRAM_COLUMNS), np.int64)
-        self._num_helpers = 0
+        self._num_helpers = self._program_address = 0
         self._marks: list[tuple[int, int]] = []  # a number, and the launches before it
 
     def __len__(self) -> int:
@@ -164,6 +165,7 @@ class Recording:
             row[:] = function, address + at, work_items, pool.num_helpers(work_items, workers)
             at += size
         self._num_helpers = int(self._program[:, 3].max(initial=0))
+        self._program_address = self._program.ctypes.data
         self._launches = [(0, b"", 0, 0, explain) for *_, explain in self._launches]
 
     def replay(self, passed: Callable[[int], None] | None = None) -> None:
@@ -180,7 +182,8 @@ class Recording:
 
     def _run(self, begin: int, end: int) -> None:
         with pool.lock:
-            failed, status = pool.run_program(self._program[begin:end], self._num_helpers)
+            at = self._program_address + begin * _ROW_BYTES
+            failed, status = pool.run_program(at, end - begin, self._num_helpers)
         if failed >= 0:
             explain = self._launches[begin + failed][-1]
             assert explain is not None, f"launch {failed} has set status {status}"

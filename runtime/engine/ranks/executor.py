@@ -219,6 +219,9 @@ class ParallelExecutor:
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
         return self.local.head(task, pooled)
 
+    def pooled(self, *_: object) -> None:
+        """Ranks do not pool."""
+
     def pooling_pass(self, lengths: Sequence[int]) -> SidePass:
         made = self.together(StartPass(list(lengths)), lambda: self.local.pooling_pass(lengths))
         return _SharedPass(made, self)
@@ -357,9 +360,6 @@ class _SharedPass:
 
     def __init__(self, pooling_pass: SidePass, executor: ParallelExecutor) -> None:
         self._pooling_pass, self._executor = pooling_pass, executor
-
-    def pooled(self, *_: object) -> None:
-        """Ranks do not pool."""
 
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,

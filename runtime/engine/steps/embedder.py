@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -75,7 +76,14 @@ class Embedding:
     row: NDArray[np.float32] | None = None
     pictures: Pictures | None = None
     cache_salt: str | None = None
-    future: Future[NDArray[np.float32]] = field(default_factory=Future)
+    _future: Future[NDArray[np.float32]] | None = None
+
+    @property
+    def future(self) -> Future[NDArray[np.float32]]:
+        """Made when it is first asked for: one that is computed at once needs none."""
+        if self._future is None:
+            self._future = Future()
+        return self._future
 
     @property
     def types(self) -> NDArray[np.int32] | None:
@@ -258,15 +266,15 @@ class Embedder:
         return chosen
 
     def _run(self, chosen: list[Embedding]) -> None:
-        if self._pass is None:
-            self._pass = self._executor.pooling_pass([len(embedding.token_ids) for embedding in chosen])
         types = [each.types for each in chosen]
         if pooling := _shared_pooling(chosen):
-            rows = self._pass.pooled([each.token_ids for each in chosen], types, pooling)
+            rows = self._executor.pooled([each.token_ids for each in chosen], types, pooling)
             if rows is not None:
                 for embedding, row in zip(chosen, rows):
                     embedding.row, embedding.num_computed = row, len(embedding.token_ids)
                 return
+        if self._pass is None:
+            self._pass = self._executor.pooling_pass([len(embedding.token_ids) for embedding in chosen])
         starts = [embedding.num_computed for embedding in chosen]
         most = self._limits.max_num_batched_tokens
         ids = [embedding.token_ids[start : start + most] for embedding, start in zip(chosen, starts)]
@@ -292,7 +300,8 @@ class Embedder:
 
     def _result(self, embedding: Embedding) -> NDArray[np.float32]:
         vector = self._executor.head(embedding.task, embedding.pooled)
-        if not np.isfinite(vector).all():
+        wide = vector.astype(np.float64).ravel()
+        if not math.isfinite(wide @ wide):  # which no finite float32 makes infinite
             raise EmbeddingError("the model's hidden states are not finite")
         return vector
 

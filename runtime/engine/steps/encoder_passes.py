@@ -123,10 +123,10 @@ class EncoderPasses:
         found = self._recordings.take(self._shape(lengths, pooling))
         if found is None or found.lengths != lengths:
             return None
-        np.concatenate(token_ids, out=found.layout.arrays["token_ids"])
-        at = 0
-        for length, given in zip(lengths, types, strict=True):
-            found.inputs.types[at : at + length] = 0 if given is None else given
+        at, all_ids, all_types = 0, found.layout.arrays["token_ids"], found.inputs.types
+        for length, ids, given in zip(lengths, token_ids, types, strict=True):
+            all_ids[at : at + length] = ids
+            all_types[at : at + length] = 0 if given is None else given
             at += length
         return found.replay()
 

@@ -129,12 +129,6 @@ def logits_to_sample(model: Model, hidden: Tensor, adapters: Tensor | None = Non
 class SidePass(Protocol):
     """Forward passes over prompts outside the steps."""
 
-    def pooled(
-        self, token_ids: Sequence[NDArray[np.int32]], types: Sequence[NDArray[np.int32] | None], pooling: str
-    ) -> NDArray[np.float32] | None:
-        """`run` of whole prompts, and one of their rows' poolings: ``[n, hidden_size]``. None if it cannot pool."""
-        ...
-
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
         types: Sequence[NDArray[np.int32] | None] = (),
@@ -326,6 +320,13 @@ class Executor(Protocol):
 
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
         """The result of the task for a pooled row ``[hidden_size]``, or for each of several, by the model's head."""
+        ...
+
+    def pooled(
+        self, token_ids: Sequence[NDArray[np.int32]], types: Sequence[NDArray[np.int32] | None], pooling: str
+    ) -> NDArray[np.float32] | None:
+        """The rows ``[n, hidden_size]`` of whole prompts by one pooling, as a `SidePass` computes the hidden states;
+        None if only such a pass takes them."""
         ...
 
     def pooling_pass(self, lengths: Sequence[int]) -> SidePass:

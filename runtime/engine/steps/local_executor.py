@@ -330,6 +330,21 @@ class LocalExecutor:
     def head(self, task: PoolingTask, pooled: NDArray[np.float32]) -> NDArray[np.float32]:
         return self.model.head(task, pooled)
 
+    def pooled(
+        self, token_ids: Sequence[NDArray[np.int32]], types: Sequence[NDArray[np.int32] | None], pooling: str
+    ) -> NDArray[np.float32] | None:
+        if self._encoder_passes is None:
+            return None
+        self.synchronize()
+        lengths = tuple(map(len, token_ids))
+        found = self._encoder_passes.run_again(lengths, token_ids, types, pooling)
+        if found is None:
+            if not self._encoder_passes.takes(lengths):
+                return None
+            side = PagedSidePass(self.model, self.limits, lengths, self.synchronize, passes=self._encoder_passes)
+            found = side.run(token_ids, [0] * len(lengths), None, types, pooling)
+        return found.array.copy()
+
     def pooling_pass(self, lengths: Sequence[int]) -> SidePass:
         def bring_back(hidden: Tensor) -> Tensor:
             found = self.brought_back(lambda: hidden, hidden.shape, hidden.dtype)

@@ -71,13 +71,6 @@ class PagedSidePass:
                 num_used[pool] += count
         self._pages = pages_of(model, spec, num_used) if self._passes is None else self._passes.pages
 
-    def pooled(
-        self, token_ids: Sequence[NDArray[np.int32]], types: Sequence[NDArray[np.int32] | None], pooling: str
-    ) -> NDArray[np.float32] | None:
-        if self._passes is None:
-            return None
-        return self.run(token_ids, [0] * len(token_ids), None, types, pooling).array.copy()
-
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None,
         types: Sequence[NDArray[np.int32] | None] = (), pooling: str = "",
