@@ -8,7 +8,9 @@ connection has limits:
   connection is closed, which cancels the request;
 - the number of connections is limited; a further one replaces one that the server waits for (`crowd`), else it gets a
   503, except for probes, or beyond a few more is not read at all;
-- requests with incomplete bodies start a few at a time (`turns`).
+- requests with incomplete bodies start a few at a time (`turns`);
+- the rest of a body whose request is answered is read, within limits, before the connection closes: a client that is
+  still sending would not see the answer, but a reset connection.
 
 This replaces methods of uvicorn's protocol and reads its private fields, so it knows a range of uvicorn's versions and
 refuses others. To make it unnecessary, uvicorn would have to take limits of a head and of an unread answer.
@@ -21,6 +23,7 @@ import asyncio
 import logging
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import httptools
@@ -96,6 +99,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_parsed_bytes = 0  # of its line and fields
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request arrives
+        self._num_rest_bytes = 0  # of that body
         self._refusal: ApiError | None = None
         self._is_refused = False
         self._chunk = b""
@@ -115,6 +120,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_slow_timer()
+        self._stop_rest_timer()
         self.crowd.put(self, None)
         super().connection_lost(exc)
         self.turns.release(self)
@@ -122,6 +128,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self._rest_timer is not None:
+            self._num_rest_bytes += len(data)
+            if self._num_rest_bytes > self.limits.max_discarded_bytes:
+                self.transport.close()
+                return
         if self._is_reading_head:
             self._num_head_bytes += len(data)
             if self.crowd.wait_of(self) in (Wait.SILENT, Wait.IDLE):
@@ -168,6 +179,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections:
             self.scope[SURPLUS] = True  # type: ignore[literal-required]
         super().on_headers_complete()
+        own = self.transport
+        seen = SimpleNamespace(write=own.write, is_closing=own.is_closing, close=self.close_after_body)
+        self.cycle.transport = seen  # type: ignore[assignment]
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             self.cycle.chunked_encoding = False  # chunks need HTTP/1.1: in 1.0 a body ends with its connection
             self.cycle.expected_content_length = _Unbounded()
@@ -192,12 +206,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self.turns.release(self)
+        if self._rest_timer is not None and not self.cycle.keep_alive:
+            self.transport.close()
+        self._stop_rest_timer()
         self._is_reading_head = True
         self._num_head_bytes = 0
         if self.crowd.wait_of(self) in (Wait.HEAD, Wait.BODY):
             self.crowd.put(self, None)
 
+    def close_after_body(self) -> None:
+        """Called when an answer is complete, or fails, and ends the connection."""
+        if not (self.cycle.more_body and self.cycle.response_complete) or self._is_refused:
+            self.transport.close()
+        elif self.transport.can_write_eof():
+            self.transport.write_eof()
+
     def on_response_complete(self) -> None:
+        if self.cycle.more_body and self.cycle.response_complete and not self.transport.is_closing():
+            self._num_rest_bytes = 0
+            self._rest_timer = self.loop.call_later(self.limits.body_timeout_s, self.transport.close)
         super().on_response_complete()
         if self.transport.is_closing() and self.transport.get_write_buffer_size() > 0:
             self._start_slow_timer()  # closing waits until the client has read the rest
@@ -220,6 +247,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls it when the parser fails."""
+        if self._rest_timer is not None:
+            self.transport.close()
+            return
         self._refuse(self._refusal or ApiError(400, "This is no valid HTTP/1.1 request.", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -320,6 +350,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._slow_timer = None
             if self.crowd.wait_of(self) is Wait.READER:
                 self.crowd.put(self, None)
+
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def _drop(self) -> None:
         """Closes a connection whose client has not read for too long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import time
@@ -113,6 +114,39 @@ def test_an_endless_body_is_cut_off(small: Served) -> None:
     except (BrokenPipeError, ConnectionResetError):
         return  # the server has closed while we were sending
     assert received.startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+@pytest.mark.parametrize(
+    ("path", "kind", "status"), [("/nope", "application/json", 404), (CHAT, "text/plain", 415), ("/health", "", 405)]
+)
+def test_an_answer_before_the_body_is_seen(served: Served, path: str, kind: str, status: int, connection: str) -> None:
+    """Also where the connection ends with it: a client that still sends would see that it is reset."""
+    address = urlsplit(served.url)
+    for _ in range(3):
+        client = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT_S)
+        client.request("POST", path, bytes(8 * MEGABYTE), {"Content-Type": kind, "Connection": connection})
+        answer = client.getresponse()
+        assert (answer.status, bool(answer.read())) == (status, True)
+        client.close()
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_the_rest_of_a_body_is_bounded(small: Served, connection: str) -> None:
+    begin = head("Transfer-Encoding: chunked", f"Connection: {connection}").replace(CHAT.encode(), b"/nope")
+    with socket.create_connection((urlsplit(small.url).hostname, urlsplit(small.url).port), TIMEOUT_S) as client:
+        client.sendall(begin)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            client.sendall((b"4000\r\n" + b"x" * 0x4000 + b"\r\n") * 2000)
+
+
+@pytest.mark.parametrize("rest", ["waits", "broken"])
+def test_the_rest_of_a_body_may_not_come(hurried: Served, rest: str) -> None:
+    begin = head("Transfer-Encoding: chunked", "Connection: close").replace(CHAT.encode(), b"/nope")
+    received = raw_exchange(hurried.url, begin, b"" if rest == "waits" else b"zz\r\n")
+    assert received.startswith(b"HTTP/1.1 404 ")
+    assert received.count(b"HTTP/1.1") == 1
 
 
 def test_a_body_that_does_not_arrive(hurried: Served) -> None:
