@@ -145,9 +145,9 @@ class ServerConfig:
     max_discarded_bytes: Annotated[
         int,
         _count(
-            "Bytes of a too large body that are read before the connection is closed.",
-            "how much of a too large body is read and thrown away, so that a client that only listens once it has sent "
-            "everything gets to see the 413; beyond it the connection is closed",
+            "Bytes of a refused body that are read before the connection is closed.",
+            "how much of a refused body is read and thrown away, so that a client that only listens once it has sent "
+            "everything gets to see the answer; beyond it the connection is closed",
         ),
     ] = 256 * 1024 * 1024
     body_start_timeout_s: Annotated[

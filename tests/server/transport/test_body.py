@@ -141,12 +141,15 @@ def test_the_rest_of_a_body_is_bounded(small: Served, connection: str) -> None:
             client.sendall((b"4000\r\n" + b"x" * 0x4000 + b"\r\n") * 2000)
 
 
-@pytest.mark.parametrize("rest", ["waits", "broken"])
-def test_the_rest_of_a_body_may_not_come(hurried: Served, rest: str) -> None:
+@pytest.mark.parametrize("rest", [b"", b"zz\r\n"])
+def test_the_rest_of_a_body_may_not_come(hurried: Served, rest: bytes) -> None:
     begin = head("Transfer-Encoding: chunked", "Connection: close").replace(CHAT.encode(), b"/nope")
-    received = raw_exchange(hurried.url, begin, b"" if rest == "waits" else b"zz\r\n")
-    assert received.startswith(b"HTTP/1.1 404 ")
-    assert received.count(b"HTTP/1.1") == 1
+    with socket.create_connection((urlsplit(hurried.url).hostname, urlsplit(hurried.url).port), TIMEOUT_S) as client:
+        client.sendall(begin)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+        client.sendall(rest)
+        while received := client.recv(1 << 16):
+            assert b"HTTP/1.1" not in received
 
 
 def test_a_body_that_does_not_arrive(hurried: Served) -> None:
