@@ -26,6 +26,7 @@ from runtime.engine.weights.commands import (
     WakeTag,
     WakeUp,
     check_version,
+    next_version,
 )
 
 Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -58,7 +59,7 @@ class ChangingWeights:
         Both versions need memory at once, unless ``sleep(level=2)`` came first. Also raises ``ModelLoadError`` and
         ``OutOfMemoryError``.
         """
-        version = self._next_version() if weight_version is None else weight_version
+        version = next_version(self.weight_version) if weight_version is None else weight_version
         check_version(version)
         if (weights is None) == (shared_memory is None):
             raise RequestError("give weights or shared_memory, one of them", param="weights")
@@ -78,15 +79,6 @@ class ChangingWeights:
     def weight_version(self) -> str:
         """The version of the weights; "0" at the start."""
         return self.client.weight_version
-
-    def _next_version(self) -> str:
-        version = self.weight_version
-        if not version.isdecimal():
-            raise RequestError(
-                f"weight_version is {version!r:.80}, no number that could be counted on: give the next one",
-                param="weight_version",
-            )
-        return str(int(version) + 1)
 
     @known_options()
     def sleep(self, level: int = 1, *, mode: PauseMode = "abort") -> EngineCondition:

@@ -12,6 +12,7 @@ from itertools import chain
 from starlette.types import Scope
 
 from runtime.engine.make_client import StartingClient
+from runtime.engine.messages import EngineState
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError
 from server.hosting.facts import ModelFacts
@@ -62,6 +63,13 @@ class Host:
         self.started = asyncio.Event()
         self.failed: list[HostedModel] = []
         self._owners = {name: model for model in self.models for name in model.all_names}
+
+    @property
+    def state(self) -> EngineState:
+        """The best state of a loaded model's engine; "ready" while none is loaded."""
+        states = [each.engine_state for each in self.models if each.status == "loaded"]
+        usual: tuple[EngineState, ...] = ("ready", "starting", "down")
+        return next((each for each in usual if each in states), "ready")
 
     @classmethod
     def of(cls, scope: Scope) -> Host:

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.make_client import StartingClient
-from runtime.engine.messages import AdapterRef, EngineInfo
+from runtime.engine.messages import AdapterRef, EngineInfo, EngineState
 from runtime.engine.weights.commands import Sleep, WakeUp
 from runtime.errors import XservError
 from server.adapters import parse_modules
@@ -148,9 +148,18 @@ class HostedModel:
 
     @property
     def shown_status(self) -> ModelStatus:
-        """Its status; "loading" while its engine, which died, is started again."""
-        is_ready = self._model is not None and self._model.client.state == "ready"
-        return "loading" if self.status == "loaded" and not is_ready else self.status
+        """Its status; of a loaded one "loading" while its engine, which died, is started again, and "sleeping" while
+        that was told to sleep."""
+        if self.status != "loaded" or self.service is None:
+            return self.status
+        if self.engine_state != "ready":
+            return "loading"
+        return "loaded" if self.service.awake.is_set() else "sleeping"
+
+    @property
+    def engine_state(self) -> EngineState | None:
+        """Its engine's; None before it was first loaded."""
+        return None if self._model is None else self._model.client.state
 
     def load(self) -> LoadedModel:
         """Starts its engine, wakes it, or starts it again, and waits for its first answer. On any thread. Raises what
@@ -187,7 +196,7 @@ class HostedModel:
             raise
 
     def take_up(self, model: LoadedModel, shared: Shared) -> None:
-        """Makes its service with what `load` returned, unless it has one already."""
+        """Makes its service with what `load` returned, unless it has one already. The engine is awake."""
         if self._model is not model:
             self._model, state = model, self.app.state
             if self.service is not None:
@@ -195,6 +204,8 @@ class HostedModel:
             state.shared = shared
             state.metrics.attach(model.client)
             state.service = Service(model, self.names, self.settings.config, state)
+        assert self.service is not None
+        self.service.note_sleep(is_asleep=False)
 
     def unload(self, drain_timeout_s: float) -> None:
         """Ends its engine. On any thread. One that has died, and is being started again, is ended for good."""

@@ -202,9 +202,10 @@ async def ping(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 once the models of the start are loaded, or have failed, until the server drains."""
-    is_draining = AppState.of(request).lifecycle.is_draining
-    state = "draining" if is_draining else "ready" if Host.of(request.scope).started.is_set() else "starting"
+    """200 once the models of the start are loaded, or have failed, until the server drains; but 503 while the engines
+    of all loaded models are dead."""
+    host, is_draining = Host.of(request.scope), AppState.of(request).lifecycle.is_draining
+    state = "draining" if is_draining else host.state if host.started.is_set() else "starting"
     headers = {"Cache-Control": "no-store"} | ({} if state == "ready" else {"Retry-After": "1"})
     return JsonAnswer({"ready": state == "ready", "state": state}, headers, 200 if state == "ready" else 503)
 

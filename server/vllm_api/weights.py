@@ -28,6 +28,7 @@ from runtime.engine.weights.commands import (
     UpdateMode,
     WakeUp,
     check_version,
+    next_version,
 )
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from server.errors import ApiError, engine_errors, invalid
@@ -50,13 +51,13 @@ class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     """`POST /update_weights`: serve other weights of the same model; answered when they serve.
 
     update_info     where they are
-    weight_version  the version that answers tell
+    weight_version  the version that answers tell; default: the current number plus 1
     mode            what becomes of requests that have computed tokens: "wait" until they are finished on the old
                     weights; end them ("abort"); or begin them anew ("restart"), but for streams, which end
     """
 
     update_info: UpdateInfo
-    weight_version: str
+    weight_version: str | None = None
     mode: UpdateMode = "wait"
 
 
@@ -150,10 +151,12 @@ async def update_weights(request: Request) -> Response:
     service = _admitted(request)
     asked = decode_body(await read_body(request, service.config), UpdateWeightsRequest, service.config)
     with engine_errors({"weights": "update_info"}):
-        check_version(asked.weight_version)
+        given = asked.weight_version
+        version = next_version(service.client.weight_version) if given is None else given
+        check_version(version)
         source = _source(asked.update_info, service.config.weights_root)
         try:
-            found = await asyncio.to_thread(service.client.update_weights, source, asked.weight_version, asked.mode)
+            found = await asyncio.to_thread(service.client.update_weights, source, version, asked.mode)
         except (ModelLoadError, OutOfMemoryError) as error:
             raise ApiError(400, str(error), param="update_info", code="weights_refused") from None
     return JsonAnswer(_told(service, "updated", found))

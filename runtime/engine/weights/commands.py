@@ -151,6 +151,16 @@ def check_command(command: Command) -> None:
             check_version(version)
 
 
+def next_version(version: str) -> str:
+    """The version after this one. Raises ``RequestError`` if this is no number."""
+    if not version.isdecimal():
+        raise RequestError(
+            f"weight_version is {version!r:.80}, no number that could be counted on: give the next one",
+            param="weight_version",
+        )
+    return str(int(version) + 1)
+
+
 def check_version(version: str) -> None:
     """Raises ``RequestError`` unless it is a printable text of at most ``MOST_VERSION_CHARACTERS``, not empty."""
     if not isinstance(version, str) or not 0 < len(version) <= MOST_VERSION_CHARACTERS or not version.isprintable():

@@ -22,7 +22,7 @@ from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import EngineRequest, PoolingRequest
 from runtime.engine.process.client import EngineClient
-from runtime.engine.weights.commands import Sleep
+from runtime.engine.weights.commands import EngineCondition, Sleep
 from runtime.pooling import PoolingInfo
 from server.config import ServerConfig
 from server.hosting.application import HostApplication
@@ -50,6 +50,7 @@ class FakeModelEngine(FakeEngineClient):
             kv_cache_bytes=cache_bytes, max_loras=1, max_lora_rank=8,
         )  # fmt: skip
         self.commands: list[str] = []
+        self.weight_version = "0"
         self.is_asleep = self.is_restless = self.is_sleepy = False
         self.pooling = pooling
 
@@ -74,7 +75,7 @@ class FakeModelEngine(FakeEngineClient):
             return future
         assert self.is_asleep != isinstance(command, Sleep)
         self.is_asleep = isinstance(command, Sleep)
-        future.set_result(np.zeros(4, np.float32))
+        future.set_result(EngineCondition(False, int(self.is_asleep), True, True).numbers)
         return future
 
     def embed(self, request: PoolingRequest) -> Future[NDArray[np.float32]]:

@@ -345,6 +345,42 @@ def test_a_dead_engine_is_its_models_matter(tmp_path: Path) -> None:
         assert served.fakes["a"].num_starts == 2
 
 
+def test_ready_tells_that_all_engines_are_dead(tmp_path: Path) -> None:
+    with hosting(tmp_path, [Fake("a"), Fake("b"), Fake("c")]) as served:
+        assert served.http.get("/ready").status_code == 200  # each is loaded on demand
+        assert [served.says(name) for name in "ab"] == ["a", "b"]
+        served.fakes["a"].engine.die("down")
+        assert served.http.get("/ready").json() == {"ready": True, "state": "ready"}
+        served.fakes["b"].engine.die("starting")
+        answer = served.http.get("/ready")
+        assert (answer.status_code, answer.json()) == (503, {"ready": False, "state": "starting"})
+        assert answer.headers["retry-after"] == "1"
+        served.fakes["b"].engine.die("down")
+        assert served.http.get("/ready").json()["state"] == "down"
+        served.fakes["b"].engine.revive()
+        assert served.http.get("/ready").status_code == 200
+
+
+def test_a_model_that_was_told_to_sleep_is_shown_so(tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text("sk-admin\n")
+    with hosting(tmp_path, [Fake("a"), Fake("b")], admin_key_files=(str(keys),)) as served:
+        key = {"Authorization": "Bearer sk-admin"}
+        assert [served.says(name) for name in "ab"] == ["a", "b"]
+
+        def shown() -> list[str]:
+            return [each["status"]["value"] for each in served.http.get("/models").json()["data"]]
+
+        assert served.http.post("/sleep?model=a", headers=key).status_code == 200
+        assert shown() == ["sleeping", "loaded"]
+        assert served.status("a") == "sleeping"
+        assert served.http.post("/wake_up?model=a", headers=key).status_code == 200
+        assert shown() == ["loaded", "loaded"]
+        served.http.post("/sleep?model=a", headers=key)
+        assert served.http.post("/models/unload", json={"model": "a"}).status_code == 200
+        assert served.says("a") == "a"  # another engine, which is awake
+        assert shown() == ["loaded", "loaded"]
+
+
 def test_a_client_that_leaves_holds_nothing(tmp_path: Path) -> None:
     with hosting(tmp_path, [slow := Fake("slow", settings={"keep_alive_s": 0.1}), Fake("other")]) as served:
         slow.gate.clear()

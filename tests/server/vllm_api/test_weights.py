@@ -88,6 +88,10 @@ def test_update(client: httpx.Client) -> None:
     assert after["token_ids"] != before["token_ids"]
     assert updated(client, "old", "0").status_code == 200
     assert completed(client) == before
+    told = client.post("/update_weights", json={"update_info": {"path": "new"}}, headers=ADMIN)
+    assert (told.status_code, told.json()["weight_version"]) == (200, "1")  # the next one
+    assert completed(client)["weight_version"] == "1"
+    assert updated(client, "old", "0").status_code == 200
     tensors = golden_tensors(load_golden(CASE))
     with shared_weights(tensors) as name:
         body = {"update_info": {"shared_memory": name}, "weight_version": "shared"}
