@@ -376,8 +376,9 @@ class SocketTransport(ABC):
         wanted = caller.stream.receive_a(Wanted)
         self.reuse(caller.stream, wanted.released)
         try:
-            self._identity.check(wanted.identity)
-            return wanted.lease, self._take(wanted, caller)
+            with self._condition:  # else `use` might come between: an early lease would get pages of new weights
+                self._identity.check(wanted.identity)
+                return wanted.lease, self._take(wanted, caller)
         except TransferError as error:
             return wanted.lease, error
 
@@ -400,17 +401,17 @@ class SocketTransport(ABC):
                     del self._early[lease]
 
     def _take(self, wanted: Wanted, caller: _Caller) -> _Offer | None:
-        with self._condition:
-            offer = self._offers.get(wanted.lease)
-            if offer is None and wanted.is_early:
-                self._early[wanted.lease] = caller
-                return None
-            if offer is None or offer.is_taken:
-                raise StaleLeaseError("the lease is not known: it was used, or has expired")
-            if wanted.block_ids and wanted.block_ids != list(range(offer.num_blocks)):
-                raise StaleLeaseError(f"the lease has blocks 0 to {offer.num_blocks - 1}, not {wanted.block_ids[:8]}")
-            offer.is_taken = True
-            return offer
+        """The condition is held."""
+        offer = self._offers.get(wanted.lease)
+        if offer is None and wanted.is_early:
+            self._early[wanted.lease] = caller
+            return None
+        if offer is None or offer.is_taken:
+            raise StaleLeaseError("the lease is not known: it was used, or has expired")
+        if wanted.block_ids and wanted.block_ids != list(range(offer.num_blocks)):
+            raise StaleLeaseError(f"the lease has blocks 0 to {offer.num_blocks - 1}, not {wanted.block_ids[:8]}")
+        offer.is_taken = True
+        return offer
 
     def _send(self, stream: Stream, lease: str, offer: _Offer) -> bool:
         """False if it was dropped."""
@@ -448,8 +449,9 @@ class SocketTransport(ABC):
                 self._pulls[source.lease] = link.connection
                 if source.lease in self._dropped:
                     raise TransferError("the pages are not wanted any more")
+                identity = self._identity
             released = self.released(link.stream)
-            link.stream.send(Wanted(self._identity, source.lease, source.block_ids, source.is_early, released))
+            link.stream.send(Wanted(identity, source.lease, source.block_ids, source.is_early, released))
             self._receive(link.stream, arrived)
         except TransferError as caught:
             error = caught

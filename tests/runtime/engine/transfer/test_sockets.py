@@ -404,6 +404,26 @@ def test_an_offer_that_is_not_made_is_stale(
     assert not sender._early
 
 
+def test_weights_that_change_while_a_lease_is_heard_end_it(pair: tuple[SocketTransport, SocketTransport]) -> None:
+    sender, receiver = pair
+    changes: list[threading.Thread] = []
+
+    class Changing(Identity):
+        def check(self, other: Identity) -> None:
+            changes.append(threading.Thread(target=sender.use, args=(IDENTITY._replace(fingerprint="e" * 64),)))
+            changes[0].start()
+            changes[0].join(0.2)
+            super().check(other)
+
+    sender.use(Changing(*IDENTITY))
+    taken = Taken(receiver, Source(sender.address, "a", is_early=True))
+    wait_until(lambda: bool(changes) and not changes[0].is_alive())
+    sender.offer("a", pages(0))  # of the new weights
+    sender.offer("a", None)
+    assert isinstance(taken.wait(), StaleLeaseError)
+    assert taken.pages == []
+
+
 def test_a_pull_that_is_dropped_before_it_is_connected_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = transport("unix"), transport("unix")
     go, link = threading.Event(), receiver._link
