@@ -174,7 +174,7 @@ class Maker(ABC):
         weight = self._linear(declaration)
         self._count(weight.size_bytes)
         communicator = self.options.communicator if declaration.is_cut else None
-        declaration = replace(declaration, rounds_x=self.options.rounds_x(weight.format))
+        declaration = replace(declaration, rounds_x=all(map(self.options.rounds_x, weight.formats)))
         return Linear(weight, communicator, norm, addends=self._addends(declaration))
 
     def _addends(self, declaration: LinearDeclaration) -> Sequence[Addend]:

@@ -121,6 +121,11 @@ class LinearWeight:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, format={self.format.name}, device={self.device})"
 
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """Those of its parts."""
+        return (self.format,)
+
 
 class PanelWeight(LinearWeight):
     """On the cpu: panels of neighbouring columns, as the register tiles read them (`numba_kernels.cpu.gemm.panels`).
@@ -189,6 +194,10 @@ class JoinedWeight(LinearWeight):
         shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
         size_bytes = sum(part.size_bytes for part in parts)
         super().__init__(shape, parts[0].format, CPU, size_bytes, parts[0].num_segments)
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        return tuple(part.format for part in self.parts)
 
 
 class Plans(dict[Any, Any]):

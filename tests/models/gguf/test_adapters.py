@@ -27,6 +27,7 @@ from tests.models.adapter_cases import CASES, adapter_tensor, load_adapter_golde
 from tests.models.driver import Array, relative_error
 from tests.models.folders import golden_tensors, write_model
 from tests.models.gguf.files import ARCHITECTURES, PERMUTED, write_gguf
+from tests.models.gguf.test_model import CONFIG, quantised_tensors
 from tests.models.test_adapters import logits_of
 
 Metadata = Callable[[gguf.GGUFWriter], None]
@@ -128,6 +129,17 @@ def test_other_types_are_read(tmp_path: Path, ggml: Ggml, allowed: float) -> Non
         for kind in (Ggml.F32, ggml)
     ]  # fmt: skip
     assert 0 < relative_error(rows[1], rows[0]) <= allowed
+
+
+def test_pairs_are_rounded_only_where_every_part_of_a_map_rounds_x(tmp_path: Path) -> None:
+    blocks, floats = quantised_tensors(lambda name: Ggml.Q8_0)
+    for name in (name for name in blocks if "k_proj" in name):
+        blocks[name] = floats[name]
+    types = lambda name: Ggml.F32 if "attn_k" in name else Ggml.Q8_0  # noqa: E731
+    path, maps = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=types), LowRankMaps(1, 8)
+    load_model(path, addends=maps)
+    rounds = {name.rpartition(".")[2]: each.rounds_x for name, each in maps.maps.items()}
+    assert rounds == {"q_proj": False, "o_proj": True, "gate_proj": True, "down_proj": True}
 
 
 def test_stacks_are_the_pairs_of_each_expert(tmp_path: Path) -> None:
