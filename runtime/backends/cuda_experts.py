@@ -181,9 +181,10 @@ def _some_adapted(
     count, (first, second) = tokens * top_k, pairs
 
     def grouped(x: Tensor, pair: tuple[ExpertsWeight, ExpertsWeight]) -> Iterator[tuple[_RowsByExpert, Tensor]]:
-        """The products of adapters' pairs with ``x``, a row for each token or each draw; as many adapters at a time as
-        rows can be grouped by."""
+        """The products of adapters' pairs with ``x``, a row for each token or each draw, in the pairs' type; as many
+        adapters at a time as rows can be grouped by."""
         assert adapters is not None, "without adapters there are no pairs"
+        x = x.to(pair[0].experts[0].activations)
         most, num_adapters = max(1, MAX_EXPERTS // num_experts), pair[0].shape[0] // num_experts
         for start in range(0, num_adapters, most):
             at_once = min(most, num_adapters - start)
@@ -198,6 +199,8 @@ def _some_adapted(
     if first is not None:
         for own, made in grouped(x, first):
             change = own.each_draw(made, change)
+        assert change is not None, "there is an adapter"
+        change = change.to(x.dtype)
     rows = _RowsByExpert(x, chosen, list_rows(x, chosen, (gate_up,)))
     inner = rows.each_draw(rows.product(x, gate_up, gate_up.shape[1], "", gathers=True), change)
     between = _between(activation, inner)
@@ -215,7 +218,10 @@ def _some_adapted(
     *shared, residual = added
     if second is not None:
         for own, made in grouped(between, second):
-            residual = sum_up(own, made, [None, None, residual], Tensor.new(out.shape, x.dtype, x.device))
+            residual = None if residual is None else residual.to(made.dtype)
+            residual = sum_up(own, made, [None, None, residual], Tensor.new(out.shape, made.dtype, x.device))
+        assert residual is not None, "there is an adapter"
+        residual = residual.to(x.dtype)
     each = Routing(chosen.ids.view(count, 1), None, RoutingRule(num_experts=num_experts, top_k=1))
     flat = _RowsByExpert(between, each, list_rows(between, each, (down,)))
     sum_up(flat, flat.product(between, down, down.shape[1], "", gathers=True), [*shared, residual], out)

@@ -7,9 +7,11 @@ map is written: it is as much as for as many maps as there are experts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from runtime.dtype import float16, float32
 from runtime.linear.adapter_pairs import MapPart, Pair, empty_weight, parts_of, write_weight
 from runtime.linear.addends import DeclaredMap
 from runtime.linear.experts import ExpertsWeight
@@ -34,8 +36,9 @@ class LowRankExperts:
         self._options: LoadOptions | None = None
 
     def allocate(self, options: LoadOptions) -> None:
-        """Notes the type of pairs."""
-        self._options = options
+        """Notes the type of pairs: float32 on a GPU in float16, in which sums between could be too large."""
+        is_narrow = options.device.kind != "cpu" and options.dtype is float16
+        self._options = replace(options, dtype=float32) if is_narrow else options
 
     @property
     def size_bytes(self) -> int:

@@ -16,8 +16,10 @@ from runtime import ops
 from runtime.backends import cuda_experts, cuda_plans
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import bfloat16, float32
+from runtime.dtype import bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError
+from runtime.linear.adapter_pairs import Pair
+from runtime.linear.expert_adapters import LowRankExperts
 from runtime.linear.experts import ExpertsWeight, can_stay_packed
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
@@ -27,6 +29,7 @@ from runtime.linear.weight import Plans
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
+from tests.numba_kernels.cpu.cases import normal
 from tests.numba_kernels.cpu.test_experts import RULES, SPARSE, routed, routing_of
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE, both_archs, numpy_dtype
 from tests.oracles import dense
@@ -249,6 +252,48 @@ def test_experts_without_a_gate(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> No
         wanted = layer.wanted(x, routing, "squared_relu", residual=residual)
         assert relative_error(found, wanted) <= TOLERANCE["bf16"]
         assert any(name.startswith("experts_gather") for name in names) == (tokens == 3)
+
+
+@pytest.mark.exhaustive
+@both_archs
+def test_float16_sums_of_adapters_may_be_large(gpu: Gpu) -> None:
+    """``down x`` of a pair is beyond float16's 65,504, what it adds is not."""
+    rng, half, hidden, inner, rank = np.random.default_rng(3), np.float16, 64, 32, 8
+    options = LoadOptions(device=gpu.device, dtype=float16)
+    x = (rng.standard_normal((3, hidden)) * 3000).astype(half)
+    gate_up = (rng.standard_normal((2, 2 * inner, hidden)) * 1e-3).astype(half)
+    down = (rng.standard_normal((2, hidden, inner)) * 0.1).astype(half)
+    layers, pairs = [], []
+    for place, matrices in enumerate((gate_up, down)):
+        names, shape = [f"{expert}.{place}" for expert in range(2)], matrices.shape[1:]
+        declared: list[Any] = [
+            SimpleNamespace(shape=shape, adds_unsplit=True, parts=[(name, slice(0, shape[0]), slice(0, shape[1]))])
+            for name in names
+        ]
+        addend = LowRankExperts(declared, 1, rank)
+        addend.allocate(options)
+        scale = (60.0, 2000.0)[place]
+        found = [Pair(normal(rng, (rank, shape[1])) * scale, normal(rng, (shape[0], rank)) / 65504) for _ in names]
+        addend.write(0, dict(zip(names, found, strict=True)))
+        made = ExpertsWeight([ops.prepare_linear(Tensor.from_numpy(each), None, options) for each in matrices])
+        made.addend = addend
+        layers.append(made)
+        pairs.append(found)
+    rule = RoutingRule(num_experts=2, top_k=1)
+    ids, weights = np.array([[0], [1], [1]], np.int32), np.ones((3, 1), np.float32)
+    routing = Routing(put(ids, gpu.device), put(weights, gpu.device), rule)
+    batch: Any = SimpleNamespace(adapters=put(np.array([0, 0, -1], np.int32), gpu.device))
+    out = floats(ops.adapted_experts(put(x, gpu.device), routing, layers[0], layers[1], "silu", batch))
+    for row, (expert, has_one) in enumerate([(0, True), (1, True), (1, False)]):
+        values = x[row].astype(np.float64)
+        for place, matrix in enumerate((gate_up[expert], down[expert])):
+            between = pairs[place][expert].down.astype(np.float64) @ values
+            added = pairs[place][expert].up.astype(np.float64) @ between
+            assert np.abs(between).max() > 65504
+            values = matrix.astype(np.float64) @ values + has_one * added
+            if not place:
+                values = gated(values[:inner], values[inner:], "silu")
+        assert np.abs(out[row] - values).max() <= 4e-3 * np.abs(values).max() < 4e-3 * 65504
 
 
 def test_no_tokens(gpu: Gpu) -> None:
