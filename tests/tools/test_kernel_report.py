@@ -175,7 +175,7 @@ def test_weights_are_on_their_way_before_the_wait(name: str, num_early_loads: in
     "name",
     [
         "gemv_ring_bf16_bf16_1", "gemv_ring_bf16_bf16_2_silu", "gemm_quantised_gemv_u4_g128_bf16_ring_4",
-        "gemm_quantised_gemv_e2m1_g32_exponents_bf16_silu_4_ring_2",
+        "gemm_quantised_gemv_e2m1_g32_exponents_bf16_silu_4_ring_2", "gemm_hopper_few_bf16_bf16_32",
     ],
 )  # fmt: skip
 @pytest.mark.exhaustive_cases("silu")

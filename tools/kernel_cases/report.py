@@ -67,6 +67,8 @@ def _products() -> Iterator[Case]:
         yield _product("gemv", (1, 1024, 1024), dtype, block=(1, 4))  # a warp reads x by itself
     for rows in (1, 16, 64):
         yield _product("skinny", (rows, 1024, 1024), "bf16", block=(64, 32))
+    for rows in (16, 64):  # two tiles of 128 columns share x
+        yield _product("hopper_few", (rows, 1024, 1024), "bf16", block=(64, 256))
     # The large tile, of two blocks, alternating between two multiprocessors; small ones; narrow ones, four of which
     # share a sum.
     yield _product("hopper", (512, 512, 256), "bf16", block=(256, 256), tile=hopper.LARGE, num_sms=2)

@@ -42,7 +42,7 @@ from numba_kernels.cuda.gemm import (
     w8a8,
 )  # fmt: skip
 from numba_kernels.cuda.gemm.product import machine_of
-from numba_kernels.cuda.gemm.rings import gemv_ring
+from numba_kernels.cuda.gemm.rings import gemv_ring, hopper_few
 from numba_kernels.cuda.gemm.rings.packed_ring import packed_ring
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
@@ -66,12 +66,12 @@ _LOCAL = re.compile(r"\.local\b")
 _DYNAMIC = re.compile(r"\.extern\s+\.shared")
 _LOAD = re.compile(r"\bld\.global\b")
 _WAIT = "griddepcontrol.wait"
-_BULK = "cp.async.bulk.shared"
+_BULK, _COPIES = "cp.async.bulk.", ("UBLKCP", "UTMALDG")
 _MEETS_OR_SWAPS = re.compile(r"\b(barrier\.cluster|atom|red)\b")
 _LABEL = re.compile(r"(?P<name>[$%\w]+):")
 _BRANCH = re.compile(r"^\s*(?P<guard>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>[$%\w]+);")
 _LEAVES = re.compile(r"^\s*(bra|ret|exit|trap)\b")
-_READS_WEIGHTS_EARLY = ("gemv_", "gemm_skinny_", "gemm_quantised_gemv_")
+_READS_WEIGHTS_EARLY = ("gemv_", "gemm_skinny_", "gemm_quantised_gemv_", "gemm_hopper_few_")
 """Kernels of these names have their first loads of the weight on their way before the kernel in front has ended, by
 loads or by bulk copies."""
 
@@ -106,14 +106,14 @@ def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts
     num_early = num_there = num_copies = 0
     if _WAIT in text:
         num_early, num_there = num_early_loads(text), _num_early(code, "LDG")
-        num_copies = _num_early(code, "UBLKCP")
+        num_copies = _num_early(code, _COPIES)
     meets = any(opcode.startswith("UCGABAR") for opcode in opcodes)
     fences = sum(opcode.startswith("MEMBAR") and not opcode.endswith(".CTA") for opcode in opcodes)
     swaps = sum(opcode.startswith("ATOM") and ".CAS" in opcode for opcode in opcodes)
     return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0, swaps, num_copies)
 
 
-def _num_early(code: Sequence[MachineInstruction], opcode: str) -> int:
+def _num_early(code: Sequence[MachineInstruction], opcode: str | tuple[str, ...]) -> int:
     """The number of instructions of a kind that a kernel may execute before it waits for the previous grid.
     Specialised warps wait separately: a load may come after another one's wait. Division may be a function of its own,
     before the kernel, which ends with a branch to itself."""
@@ -280,6 +280,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return w8a8.SHARED_BYTES
     if name.startswith("gemm_hopper_bytes"):
         return hopper_bytes.shared_bytes_of(constants["weight"])
+    if name.startswith("gemm_hopper_few"):
+        return hopper_few.shared_bytes(constants["width"])
     if name.startswith("gemm_hopper"):
         tiles = (*hopper.TILES, hopper.NARROW) if packing is None else hopper_packed.TILES
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes

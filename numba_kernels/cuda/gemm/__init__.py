@@ -13,6 +13,7 @@ A ladder of tiers, each in its own file, which lists its changes against the one
     tensor_core     mma.sync, ldmatrix, cp.async in several stages (f16, bf16)
     gemv            a row or two (f32: at most 8): the weight passes once
     skinny          at most 64 rows: the weight streams through tensor cores (f16, bf16)
+    hopper_few      3 to 64 rows: the weight is wgmma's first factor (f16, bf16; sm_90a)
     quantised_gemv  one to four rows times a packed weight, unpacked without a factor (bf16)
     mixed_input     many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
     hopper          wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
@@ -54,6 +55,7 @@ from numba_kernels.cuda.gemm import (
 )
 from numba_kernels.cuda.gemm.epilogue import NO_SQUARES
 from numba_kernels.cuda.gemm.product import Epilogue, Machine, Product, machine_of
+from numba_kernels.cuda.gemm.rings import hopper_few
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -63,9 +65,9 @@ __all__ = [
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {
-    "naive": naive, "tiled": tiled, "gemv": gemv, "quantised_gemv": quantised_gemv, "skinny": skinny,
-    "hopper": hopper, "tensor_core": tensor_core, "hopper_packed": hopper_packed, "mixed_input": mixed_input,
-    "register": register,
+    "naive": naive, "tiled": tiled, "gemv": gemv, "quantised_gemv": quantised_gemv, "hopper_few": hopper_few,
+    "skinny": skinny, "hopper": hopper, "tensor_core": tensor_core, "hopper_packed": hopper_packed,
+    "mixed_input": mixed_input, "register": register,
 }  # fmt: skip
 """A tier is a module with the functions
 

@@ -58,7 +58,6 @@ TILES, SPLIT_TILES = (SMALL, THIN, MIDDLE, LARGE), (NARROW, SMALL)
 
 ARCH = "sm_90a"
 MEASURED_ROWS, _MEASURED_ENDS_S = 128, 10e-6
-LEAST_ROWS = 17  # from so many on it may be the fastest
 CLOCK_HZ = 1.755e9  # of an H200 under load
 
 # A model of a block's time on one multiprocessor, in cycles: a step is a stage's products or its way from the
@@ -272,22 +271,15 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """Seconds by the model above, and by few rows' reads from the second-level cache; with more rows it is always the
-    fastest. Exact products do not choose it, since its bits are its own."""
-    if product.exact or product.m < LEAST_ROWS:
-        return math.inf
-    if product.m > skinny_shape.MAX_ROWS:
-        return 0.0
-    m, n, k = product.m, product.n, product.k
-    tile, parts = choose(m, n, k, machine, exact=False)
-    read = cache_reads(product, tile) / machine.cache_bytes + _ends(tile, parts) / CLOCK_HZ
-    return max(_rounds_cycles(tile, parts, m, n, k, machine) / CLOCK_HZ, read)
+    """Always the fastest, beyond the rows of `hopper_few`. Exact products do not choose it, since its bits are its
+    own."""
+    return math.inf if product.exact or product.m <= skinny_shape.MAX_ROWS else 0.0
 
 
 def modelled_s(product: Product, machine: Machine) -> float:
-    """As `seconds`, for comparisons outside the tiers: within an eighth of an H200's times for 17 to 128 rows
+    """As `seconds`, for comparisons outside the tiers: within an eighth of an H200's times for 65 to 128 rows
     (docs/measurements, 2026-11-26), except 56 instead of 44 µs for N = 4096 at 128 rows."""
-    if product.exact or not skinny_shape.MAX_ROWS // 4 < product.m <= MEASURED_ROWS:
+    if product.exact or not skinny_shape.MAX_ROWS < product.m <= MEASURED_ROWS:
         return seconds(product, machine)
     m, n, k = product.m, product.n, product.k
     tile, parts = choose(m, n, k, machine, exact=False)

@@ -46,19 +46,9 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.adapters import riding, tiles
-from numba_kernels.cuda.gemm.epilogue import (
-    ARGUMENT_TYPES,
-    DTYPE_PAIRS,
-    GATED,
-    can_finish_quads,
-    finisher,
-    quad_finisher,
-    quad_gater,
-    scale_element,
-    scale_quad,
-    scales_leaver,
-)
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
 from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
 from numba_kernels.cuda.gemm.skinny_shape import (
     BLOCK_WARPS,
     COLUMNS,
@@ -100,40 +90,11 @@ from numba_kernels.cuda.intrinsics.sync import (
     sync_named,
     wait_for_previous_grid,
 )
-from numba_kernels.cuda.intrinsics.warp import count_b32, shuffle_xor_f32, sync_warp
+from numba_kernels.cuda.intrinsics.warp import count_b32, sync_warp
 from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
-
-
-@device_function
-def _own_quad(at, block):
-    return memory.shared_load_4xf32(at)
-
-
-@device_function
-def _own_sum(at, block):
-    return memory.shared_load_f32(at)
-
-
-@device_function
-def _quad_of(at, block):
-    return cluster.load_4xf32(cluster.address_in(at, block))
-
-
-@device_function
-def _sum_of(at, block):
-    return cluster.load_f32(cluster.address_in(at, block))
-
-
-@device_function
-def add_quads(a, b):
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
-
-
-_LOADERS, _LOADERS_IN_CLUSTER = (_own_quad, _own_sum), (_quad_of, _sum_of)
-"""``(shared address, block of the cluster)`` -> 4 numbers, or one."""
 
 
 @functools.cache
@@ -141,23 +102,17 @@ def _kernel(
     dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "", has_clusters: bool = False,
     takes_adapters: bool = False,
 ) -> Specialisation:  # fmt: skip
-    finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
     is_gated, is_packed, packing = activation != "", weight != dtype, packing_of(weight)
-    gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
-    load_scale = memory.shared_load_f32
-    load_quad_of, load_sum_of = _LOADERS_IN_CLUSTER if has_clusters else _LOADERS
     num_parts = 4 if has_clusters and row_tiles == 4 else 1  # of x, which a warp has in registers one at a time
     stream = weight_stream(weight, dtype, row_tiles, is_gated, num_parts > 1)
     num_slots, steps_a_slot, num_steps = stream.num_slots, stream.steps_a_slot, stream.num_steps
     group, unit = num_steps * STEP, stream.unit
-    place_stream, advance, scale_columns, scale_column = (
-        stream.place, stream.advance, stream.scale_columns, stream.scale_column
-    )  # fmt: skip
+    place_stream, advance = stream.place, stream.advance
     has_row_blocks = is_packed and (row_tiles > 1 or has_clusters)
     operands, is_settled = (weight_first if is_packed else x_first)(dtype, row_tiles), stream.is_settled
-    store_sums, flip_of = operands.store_sums, operands.flip_of
+    store_sums = operands.store_sums
     out_bytes = ITEM_BYTES[out_dtype]
     block_rows, num_stages = 16 * row_tiles, num_stages_of(weight, row_tiles, has_clusters=has_clusters)
     together = steps_together(weight, row_tiles)  # steps of x that are waited for at once
@@ -175,6 +130,10 @@ def _kernel(
     steps_apart: tuple[int, ...] = ()
     if packing is not None and row_tiles == 4:
         steps_apart = (1, 2, 3) if packing.element == "e2m1" else (2,)
+    finish_sums = sums_finisher(
+        dtype, out_dtype, operands.flip_of, sums_bytes, (stream.scale_columns, stream.scale_column), activation,
+        has_clusters=has_clusters, takes_adapters=takes_adapters,
+    )  # fmt: skip
     copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
     shrink = tiles.shrinker(dtype, BLOCK_WARPS, tiles.steps_in_flight(row_tiles)) if takes_adapters else None
     num_adapted_parts = 2 if is_gated else 1
@@ -257,33 +216,6 @@ def _kernel(
     take_group = in_turn([each for slot in range(num_slots) for each in slot_of(slot)])
     load_early = in_turn([stream.load_early(slot) for slot in range(num_slots)])
     copy_first = in_turn([copier(together * i) for i in range(3 if num_waits > 2 else 1)])
-
-    @device_function
-    def sum_quads(at, num_streams, num_blocks):
-        """Sums of 4 neighbours over the streams of all blocks of a cluster."""
-        a, b, c, d = load_quad_of(at, uint32(0))
-        block, index = uint32(0), uint32(1)
-        while block < num_blocks:
-            while index < num_streams:
-                more = load_quad_of(uint32(at + index * uint32(sums_bytes)), block)
-                a += more[0]
-                b += more[1]
-                c += more[2]
-                d += more[3]
-                index += uint32(1)
-            block, index = uint32(block + uint32(1)), uint32(0)
-        return a, b, c, d
-
-    @device_function
-    def sum_elements(at, num_streams, num_blocks):
-        total = load_sum_of(at, uint32(0))
-        block, index = uint32(0), uint32(1)
-        while block < num_blocks:
-            while index < num_streams:
-                total += load_sum_of(uint32(at + index * uint32(sums_bytes)), block)
-                index += uint32(1)
-            block, index = uint32(block + uint32(1)), uint32(0)
-        return total
 
     @device_function
     def multiply_block(
@@ -399,64 +331,10 @@ def _kernel(
             cluster.wait()
         else:
             sync_block()
-        block_columns = num_teams * uint32(columns)
-        in_quads = can_finish_quads(bias, residual, out, n)
-        item_columns = uint32(4) if in_quads else uint32(1)
-        num_items = divide_u32(m * block_columns, item_columns)
-        first_item = uint32(uint32(warp + block * uint32(BLOCK_WARPS)) * uint32(32))
-        while first_item < num_items:
-            item = uint32(first_item + lane)
-            index = uint32(item * item_columns)
-            row, inside = divide_u32(index, block_columns), index & uint32(block_columns - uint32(1))
-            stream = shared + divide_u32(inside, uint32(columns)) * num_streams * uint32(sums_bytes)
-            at_row = uint32(stream + row * uint32(COLUMNS * 4))
-            place, flip = inside & uint32(columns - 1), flip_of(row)
-            at, at_up = uint32(at_row + ((place ^ flip) << uint32(2))), uint32(0)
-            if is_gated:
-                at_up = uint32(at_row + (((place + uint32(columns)) ^ flip) << uint32(2)))
-            column, total = uint32(first_column + inside), float32(0.0)
-            tile, owner, low, low_up = inside // uint32(tiles.TILE), uint32(0), uint32(0), uint32(0)
-            if takes_adapters:
-                owner = tile & of_cluster
-                tile = uint32((tile >> count_b32(of_cluster)) * uint32(tiles.TILE) + (inside & uint32(tiles.TILE - 1)))
-                low = uint32(expanded + uint32(row * expanded_row + tile) * uint32(4))
-                low_up = uint32(low + num_teams * uint32(columns * 4))
-            if item < num_items and column < n:
-                scale = load_scale(uint32(scales + row * uint32(4)))
-                if in_quads:
-                    values = scale_columns(sum_quads(at, num_streams, num_blocks), weight, n, k, column)
-                    if is_gated:
-                        ups = sum_quads(at_up, num_streams, num_blocks)
-                        ups = scale_columns(ups, weight, n, k, uint32(column + n))
-                        if takes_adapters:
-                            values = add_quads(scale_quad(values, scale), load_quad_of(low, owner))
-                            ups = add_quads(scale_quad(ups, scale), load_quad_of(low_up, owner))
-                            scale = float32(1.0)
-                        values = gate_quad(values, ups, scale)
-                    else:
-                        values = scale_quad(values, scale)
-                        if takes_adapters:
-                            values = add_quads(values, load_quad_of(low, owner))
-                    total = finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
-                else:
-                    value = scale_column(sum_elements(at, num_streams, num_blocks), weight, n, k, column)
-                    value = scale_element(value, scale)
-                    if takes_adapters:
-                        value += load_sum_of(low, owner)
-                    if is_gated:
-                        up = sum_elements(at_up, num_streams, num_blocks)
-                        up = scale_element(scale_column(up, weight, n, k, uint32(column + n)), scale)
-                        if takes_adapters:
-                            up += load_sum_of(low_up, owner)
-                        value = gated(value, up)
-                    finish(bias, bias_is_f32, residual, out, n, row, column, value)
-            if not is_gated and squares != uint64(0):
-                for i in range(3):  # 8 lanes have 32 columns
-                    total += shuffle_xor_f32(total, uint32(1 << i))
-                if (lane & uint32(7)) == uint32(0) and item < num_items and column < n:
-                    part = uint64(row) * uint64(n >> uint32(5)) + uint64(column >> uint32(5))
-                    memory.store_f32(squares + part * uint64(4), total)
-            first_item = uint32(first_item + num_blocks * uint32(BLOCK_WARPS * 32))
+        finish_sums(
+            (shared, num_streams), scales, (m,), warp, block, lane, (num_blocks,), first_column, num_teams,
+            (weight, bias, residual, out, n, k, bias_is_f32, squares), (expanded, expanded_row, of_cluster),
+        )  # fmt: skip
         if has_clusters:  # no block exits while others read its sums
             sync_warp()
             cluster.arrive_relaxed()

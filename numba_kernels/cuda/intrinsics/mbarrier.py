@@ -21,9 +21,13 @@ arrive_read = instruction("mbarrier.arrive.shared::cluster.b64 _, [$0];", "", "r
 read (by `wgmma`, whose groups they have waited for). It publishes no writes, unlike a release to a cluster, which is a
 fence of the whole device."""
 
-wait = instruction(
-    "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @done bra DONE; bra AGAIN; "
-    "DONE: }",
-    "",
-    "r r",
+arrive_relaxed = instruction("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [$0];", "", "r")
+"""The same after `cluster.release_shared`, which publishes the thread's writes; readers call `wait_for_cluster`."""
+
+_WAIT = (
+    "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity%s.shared::cta.b64 done, [$0], $1; @done bra DONE; bra AGAIN; "
+    "DONE: }"
 )
+wait = instruction(_WAIT % "", "", "r r")
+wait_for_cluster = instruction(_WAIT % ".acquire.cluster", "", "r r")
+"""For arrivals that publish writes of other blocks of the cluster."""

@@ -26,7 +26,7 @@ EPS = 1e-6
 PAGE_SCALE = 0.01
 QWEN3_8B = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
 """N, K of a layer's matrices: q k v, o, gate and up, down."""
-ON_TENSOR_CORES = ("tensor_core", "skinny", "hopper", "flash", "flash_hopper")
+ON_TENSOR_CORES = ("tensor_core", "skinny", "hopper", "hopper_few", "flash", "flash_hopper")
 """Tiers whose products of 16-bit factors tensor cores do."""
 
 

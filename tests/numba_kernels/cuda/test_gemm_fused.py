@@ -77,7 +77,7 @@ def run(
     ("way", "dtype", "sizes", "num_parts"),
     [
         ("gemv", "bf16", (1, 50, 264), 4), ("gemv", "bf16", (2, 21, 1032), 1032),
-        ("skinny", "bf16", (5, 50, 264), 12),
+        ("skinny", "bf16", (5, 50, 264), 12), ("hopper_few", "bf16", (30, 50, 264), 12),
         ("tensor_core", "bf16", (3, 40, 72), 72),
         ("tensor_core", "bf16", (70, 77, 136), 8), ("hopper/small", "bf16", (70, 136, 136), 68),
         ("hopper/large", "bf16", (300, 264, 72), 8), ("hopper/narrow/2", "bf16", (70, 136, 520), 132),
@@ -91,7 +91,7 @@ def run(
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.exhaustive_cases("hopper")
+@pytest.mark.exhaustive_cases("hopper/")
 def test_normalised_rows(gpu, way, dtype, sizes, num_parts):
     """rms_norm(x) . weight^T + bias: the norm's weights are the matrix's. Rows far from 1 in size, and one of zeros."""
     m, n, k = sizes
@@ -108,10 +108,11 @@ def test_normalised_rows(gpu, way, dtype, sizes, num_parts):
 @pytest.mark.parametrize(
     ("way", "sizes"),
     [
-        ("gemv", (1, 64, 264)), ("gemv", (2, 48, 72)), ("skinny", (5, 128, 136)), ("tensor_core", (3, 192, 72)),
+        ("gemv", (1, 64, 264)), ("gemv", (2, 48, 72)), ("hopper_few", (5, 128, 1032)), ("tensor_core", (3, 192, 72)),
         ("tensor_core", (70, 128, 72)), ("hopper/small", (70, 512, 72)), ("hopper/large", (300, 512, 72)),
         ("hopper/narrow/2", (70, 512, 520)),
         *(pytest.param(*each, marks=exhaustive) for each in (
+            ("skinny", (5, 128, 136)), ("hopper_few", (40, 1152, 136)),
             ("skinny", (28, 256, 136)), ("skinny", (40, 384, 520)), ("hopper/small/4", (130, 1024, 1032)),
             ("hopper/middle", (300, 512, 72)), ("hopper/thin", (130, 768, 72)), ("hopper/middle", (130, 256, 72)),
             ("tensor_core/128x128x32_s3", (130, 256, 72)),
@@ -143,7 +144,7 @@ def test_what_leaves_no_squares():
 @pytest.mark.parametrize(
     ("way", "activation", "sizes"),
     [
-        ("gemv", "silu", (1, 50, 264)), ("gemv", "gelu_tanh", (2, 21, 1032)), ("skinny", "silu", (5, 50, 264)),
+        ("gemv", "silu", (1, 50, 264)), ("gemv", "gelu_tanh", (2, 21, 1032)), ("hopper_few", "silu", (20, 250, 264)),
         ("tensor_core", "silu", (3, 40, 72)),
         ("tensor_core", "silu", (70, 77, 136)), ("hopper/small", "silu", (70, 136, 136)),
         ("hopper/large", "silu", (300, 200, 136)), ("hopper/narrow/2", "silu", (70, 136, 520)),
@@ -153,6 +154,8 @@ def test_what_leaves_no_squares():
             ("hopper/middle", "gelu_tanh", (130, 104, 72)), ("hopper/small", "silu", (300, 200, 72)),
             ("hopper/large", "gelu_tanh", (129, 200, 72)), ("hopper/small/4", "gelu_tanh", (130, 72, 1032)),
             ("tensor_core/128x128x32_s3", "gelu_tanh", (130, 264, 136)), ("tensor_core", "silu", (9, 33, 65)),
+            ("skinny", "silu", (5, 50, 264)), ("hopper_few", "silu", (9, 600, 1032)),
+            ("hopper_few", "gelu_tanh", (64, 70, 264)),
             ("skinny", "silu", (16, 600, 136)), ("skinny", "gelu_tanh", (33, 36, 136)),
         )),
     ],

@@ -168,7 +168,7 @@ def test_as_many_clusters_run_as_the_driver_says():
 def test_auto_takes_it_for_many_rows(gpu):
     product = case((129, 72, 136), "bf16", "f32")
     options = {"arch": "sm_90a", "num_multiprocessors": 4}
-    for rows, exact, tier in ((129, False, "hopper"), (30, False, "skinny"), (129, True, "tensor_core")):
+    for rows, exact, tier in ((129, False, "hopper"), (30, False, "hopper_few"), (129, True, "tensor_core")):
         launch = plan("auto", rows, 72, 136, "bf16", "f32", exact=exact, **options)
         assert launch.specialisation.name.startswith(f"gemm_{tier}")
     assert plan("auto", 129, 72, 136, "bf16").specialisation.name.startswith("gemm_tensor_core")

@@ -1,0 +1,397 @@
+"""Few rows, 3 to 64, on Hopper: the weight is the first factor of `wgmma`. Lesson: half of a multiprocessor suffices.
+
+A product of few rows takes as long as its weight's bytes. `wgmma` multiplies 64 rows of its first factor by 8 columns
+or more of the second: x as the first one would be padded to 64 rows, and would take shared memory for as many. So the
+weight comes first, and the product is ``out^T = weight . x^T``:
+
+- a block multiplies tiles of 128 rows of the weight, 64 a group of four warps, by all rows of x: 16, 32 or 64. One
+  thread more has the TMA fill a ring of stages, 64 of K each. All takes half of a multiprocessor's registers and shared
+  memory, so the next kernel's blocks fit beside it, and fill their rings with weights before `wait_for_previous_grid`;
+- blocks go from tile to tile, and the ring goes on meanwhile;
+- blocks of a cluster share rows of x, or K, or both: those of its x axis have tiles side by side, and each loads a part
+  of x for all of them; those of its y axis have a part of K each. Their sums meet as in `sums_out.py`: each block
+  leaves its own where the last stage of the tile was, and finishes some rows of all. Barriers in shared memory count
+  the warps that have left and taken sums, so the thread that fills the ring waits for nothing of this;
+- parts of K are equally many stages. Beyond K they are zeros, which no memory is read for.
+
+How K is cut depends on the weight and the device alone, and rows of x never mix: a row has the same bits in any batch
+of 3 to 64 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
+from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, stage_advancer
+from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
+from numba_kernels.cuda.gemm.skinny_shape import BLOCK_WARPS, COLUMNS, MAX_ROWS
+from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma, wgmma
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.math import divide_u32
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
+
+uint16, uint32, uint64, float32 = types.uint16, types.uint32, types.uint64, types.float32
+
+ARCH = "sm_90a"
+LEAST_ROWS = 3
+BLOCK_ROWS = 128  # of the weight
+WARPS = BLOCK_WARPS  # that multiply
+THREADS = 384  # whole groups of four warps; of the last one a thread loads
+STAGES = {16: 6, 32: 5, 64: 3}
+"""By rows of x: as many as half of a multiprocessor has room for. Three hold 48 KB of the weight, of which 132
+multiprocessors need 33 KB each for memory's bandwidth at a latency of 1 µs."""
+LEAST_STEPS = 4  # stages of a part of K
+MAX_CLUSTER = 8
+_SHARE_AT_MOST = 1.5  # times its share of the bandwidth, that a multiprocessor reads while others idle: an estimate
+_SLACK = 0.125  # a round's clusters may be so many more than multiprocessors: two blocks fit on one
+_MEETING_S, _ENDS_S = 1e-6, 4.5e-6  # of a cluster's blocks; of a launch: estimates
+_ROW_BYTES = 2 * BLOCK_K
+
+
+def _stage_bytes(width: int) -> int:
+    return (BLOCK_ROWS + width) * _ROW_BYTES
+
+
+def _sums_bytes(width: int) -> int:
+    return width * BLOCK_ROWS * 4
+
+
+def _holds_stage(width: int) -> bool:
+    """Whether a tile's sums fit in a stage; else they have room of their own."""
+    return _sums_bytes(width) <= _stage_bytes(width)
+
+
+def _barriers_at(width: int) -> int:
+    return STAGES[width] * _stage_bytes(width) + (0 if _holds_stage(width) else _sums_bytes(width))
+
+
+def _scales_at(width: int) -> int:
+    return _barriers_at(width) + 8 * (2 * STAGES[width] + 2)
+
+
+def shared_bytes(width: int) -> int:
+    """Dynamic shared memory of a block with so many rows of x: stages, sums, barriers, scales of rows."""
+    return 1024 + _scales_at(width) + 4 * width  # 1024: to begin on such a bound
+
+
+_flip_of = device_function(lambda row: (row & uint32(6)) << uint32(2))  # lanes t store rows 2 t, of 8 columns each
+_as_it_is = device_function(lambda values, weight, n, k, column: values)
+
+
+@functools.cache
+def _loaders(width: int, *, is_gated: bool) -> tuple[Any, Any]:
+    """Two device functions for one thread: ``(weight, shared, full, row, up, start, end) -> stages``, which fills the
+    ring with the first tile's weight, and one that loads a tile, of which so many stages have been asked for. For a
+    gated unit the second half of a tile's rows is `up` rows further."""
+    num_stages, size, half_bytes = STAGES[width], _stage_bytes(width), BLOCK_ROWS // 2 * _ROW_BYTES
+    load, load_for_all, next_stage = tma.load(2), tma.load(2, is_multicast=True), stage_advancer(num_stages)
+
+    @device_function
+    def load_weight(weight, shared, full, stage, row, up, start):
+        barrier, target = uint32(full + stage * uint32(8)), uint32(shared + stage * uint32(size))
+        mbarrier.arrive_expecting(barrier, uint32(size))
+        behind = up if is_gated else uint32(BLOCK_ROWS // 2)
+        load(target, weight, barrier, start, row)
+        load(uint32(target + uint32(half_bytes)), weight, barrier, start, uint32(row + behind))
+
+    @device_function
+    def ask_ahead(weight, shared, full, row, up, start, end):
+        stage = uint32(0)
+        while start < end and stage < uint32(num_stages):
+            load_weight(weight, shared, full, stage, row, up, start)
+            stage = uint32(stage + uint32(1))
+            start = uint32(start + uint32(BLOCK_K))
+        return stage
+
+    @device_function
+    def load_tile(x, weight, shared, full, empty, stage, phase, num_asked, share, shares, part, row, up, start, end):
+        rows = divide_u32(uint32(width), shares)
+        first, of_all = uint32(rows * share), uint16(((uint32(1) << shares) - uint32(1)) << uint32(part * shares))
+        while start < end:
+            if num_asked > uint32(0):
+                num_asked = uint32(num_asked - uint32(1))
+            else:
+                mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
+                load_weight(weight, shared, full, stage, row, up, start)
+            target = uint32(shared + stage * uint32(size) + (uint32(BLOCK_ROWS) + first) * uint32(_ROW_BYTES))
+            barrier = uint32(full + stage * uint32(8))
+            if shares > uint32(1):
+                load_for_all(target, x, barrier, of_all, start, first)
+            else:
+                load(target, x, barrier, start, first)
+            stage, phase = next_stage(stage, phase)
+            start = uint32(start + uint32(BLOCK_K))
+        return stage, phase
+
+    return ask_ahead, load_tile
+
+
+@functools.cache
+def _multiplier(dtype: str, width: int) -> Any:
+    """A device function for a group of warps: a tile's sums, of so many stages, at least one. Lane i of each warp
+    arrives at ``empty``, of the i-th of the blocks that share x, when a stage has been read; of the last stage the
+    caller does, if it holds the sums meanwhile. Returns that one, too."""
+    num_sums, num_stages, size, holds = width // 2, STAGES[width], _stage_bytes(width), _holds_stage(width)
+    multiply, describe = wgmma.group_multiply(dtype, width, BLOCK_K // 16, 32, 32), wgmma.descriptor(128, 1024)
+    wait_but_one, wait_for_all = wgmma.group_wait(1, num_sums), wgmma.group_wait(0, num_sums)
+    next_stage = stage_advancer(num_stages)
+
+    @device_function
+    def multiply_tile(sums, weight_part, x_part, full, empty, stage, phase, lane, shares, num_steps):
+        first_weight, first_x = describe(weight_part), describe(x_part)
+        last, count = stage, uint32(0)
+        while count < num_steps:
+            mbarrier.wait(uint32(full + stage * uint32(8)), phase)
+            at = uint32(stage * uint32(size // 16))
+            multiply(sums, wgmma.advance(first_weight, at), wgmma.advance(first_x, at), count)
+            wait_but_one(sums)
+            if count > uint32(0) and lane < shares:
+                mbarrier.arrive_read(uint32(empty + last * uint32(8)))
+            last = stage
+            stage, phase = next_stage(stage, phase)
+            count = uint32(count + uint32(1))
+        wait_for_all(sums)
+        if not holds and lane < shares:
+            mbarrier.arrive_read(uint32(empty + last * uint32(8)))
+        return stage, phase, last
+
+    return multiply_tile
+
+
+@functools.cache
+def _sums_storer(width: int, *, is_gated: bool) -> Any:
+    """A device function that leaves a warp's 16 rows of the weight, which are columns of the output, as `sums_out`
+    reads them."""
+    store = memory.shared_store_f32
+
+    @device_function
+    def store_sums(target, sums, warp, lane):
+        team, column = warp >> uint32(1), (warp & uint32(1)) << uint32(4)
+        if is_gated:
+            team, column = warp & uint32(3), (warp >> uint32(2)) << uint32(4)
+        t, column = lane & uint32(3), uint32(column + (lane >> uint32(2)))
+        row = uint32(target + (team * uint32(width) + t * uint32(2)) * uint32(COLUMNS * 4))
+        for h in range(2):
+            at = uint32(row + ((column + uint32(8 * h)) ^ _flip_of(t * uint32(2))) * uint32(4))
+            for i in range(width // 8):
+                for e in range(2):
+                    store(uint32(at + uint32((8 * i + e) * COLUMNS * 4)), sums[4 * i + 2 * h + e])
+
+    return store_sums
+
+
+@functools.cache
+def kernel(dtype: str, out_dtype: str, width: int, activation: str = "") -> Specialisation:
+    """For up to `width` rows. The cluster's x axis shares x, the y axis K, of which the grid has no more."""
+    num_stages, size, holds, is_gated = STAGES[width], _stage_bytes(width), _holds_stage(width), activation != ""
+    barriers_at, scales_at = _barriers_at(width), _scales_at(width)
+    sums_at, num_sums = num_stages * size, width // 2
+    columns = BLOCK_ROWS // 2 if is_gated else BLOCK_ROWS  # of the output, a tile
+    ask_ahead, load_tile = _loaders(width, is_gated=is_gated)
+    multiply_tile, store_sums = _multiplier(dtype, width), _sums_storer(width, is_gated=is_gated)
+    finish_sums = sums_finisher(
+        dtype, out_dtype, _flip_of, width * COLUMNS * 4, (_as_it_is, _as_it_is), activation, has_clusters=True,
+        has_own_rows=True,
+    )  # fmt: skip
+    leave_scales = scales_leaver(4)
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
+        full = uint32(shared + uint32(barriers_at))
+        empty = uint32(full + uint32(8 * num_stages))
+        given = uint32(empty + uint32(8 * num_stages))
+        taken, scales = uint32(given + uint32(8)), uint32(shared + uint32(scales_at))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), shuffle_index_b32(thread >> uint32(5), uint32(0))  # ptxas sees: one a warp
+        part, parts = uint32(cuda.blockIdx.y), uint32(cuda.gridDim.y)
+        shares = divide_u32(cluster.size(), parts)
+        share = uint32(cluster.rank() - part * shares)
+        column, step = uint32(cuda.blockIdx.x) * uint32(columns), uint32(cuda.gridDim.x) * uint32(columns)
+        num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
+        num_steps = divide_u32(uint32(num_steps + parts - uint32(1)), parts)
+        start = uint32(part * num_steps * uint32(BLOCK_K))
+        end = uint32(start + num_steps * uint32(BLOCK_K))
+        num_asked = uint32(0)
+        if thread == uint32(WARPS * 32):
+            tma.prefetch_map(x)
+            for stage in range(num_stages):
+                mbarrier.init(uint32(full + uint32(8 * stage)), uint32(1))
+                mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(shares * uint32(WARPS)))
+            mbarrier.init(given, uint32(parts * uint32(WARPS)))
+            mbarrier.init(taken, uint32(parts * uint32(WARPS)))
+            mbarrier.fence_init()
+            num_asked = ask_ahead(weight, shared, full, column, n, start, end)
+        sync_warp()
+        cluster.arrive_relaxed()
+        cluster.wait()
+
+        stage = uint32(0)
+        if warp >= uint32(WARPS):
+            if thread == uint32(WARPS * 32):
+                wait_for_previous_grid()
+                launch_dependents()
+                phase = uint32(1)
+                while uint32(column - share * uint32(columns)) < n:  # all blocks that share x, if one has columns
+                    stage, phase = load_tile(
+                        x, weight, shared, full, empty, stage, phase, num_asked, share, shares, part, column, n, start,
+                        end,
+                    )  # fmt: skip
+                    num_asked, column = uint32(0), uint32(column + step)
+            sync_warp()
+        else:
+            wait_for_previous_grid()
+            row, end_row = divide_u32(m * part, parts), divide_u32(m * (part + uint32(1)), parts)
+            leave_scales(
+                uint32(scales + row * uint32(4)), x_squares, row, uint32(end_row - row), m, x_parts, k, eps, warp,
+                uint32(WARPS), lane,
+            )  # fmt: skip
+            empty = cluster.address_in(empty, uint32(part * shares + (lane & uint32(shares - uint32(1)))))
+            peer = uint32(share + shares * (lane & uint32(parts - uint32(1))))
+            given_there, taken_there = cluster.address_in(given, peer), cluster.address_in(taken, peer)
+            weight_part = uint32(shared + (warp >> uint32(2)) * uint32(BLOCK_ROWS // 2 * _ROW_BYTES))
+            x_part = uint32(shared + uint32(BLOCK_ROWS * _ROW_BYTES))
+            sums = cuda.local.array(num_sums, float32)
+            phase, turn = uint32(0), uint32(0)
+            while uint32(column - share * uint32(columns)) < n:
+                stage, phase, last = multiply_tile(
+                    sums, weight_part, x_part, full, empty, stage, phase, lane, shares, num_steps
+                )  # fmt: skip
+                target = uint32(shared + uint32(sums_at))
+                if holds:
+                    target = uint32(shared + last * uint32(size))
+                    sync_named(uint32(1), uint32(WARPS * 32))  # both groups have read the stage
+                store_sums(target, sums, warp, lane)
+                sync_warp()
+                if lane < parts:
+                    cluster.release_shared()
+                    mbarrier.arrive_relaxed(given_there)
+                mbarrier.wait_for_cluster(given, turn)
+                finish_sums(
+                    (target, uint32(1)), scales, (row, end_row), warp, uint32(0), lane, (share, shares, parts), column,
+                    uint32(BLOCK_ROWS // COLUMNS),
+                    (uint64(0), bias, residual, out, n, k, bias_is_f32, squares), (),
+                )  # fmt: skip
+                sync_warp()
+                if lane < parts:
+                    mbarrier.arrive_read(taken_there)
+                mbarrier.wait(taken, turn)
+                if holds:
+                    tma.fence_shared()
+                    sync_warp()
+                    if lane < shares:
+                        mbarrier.arrive_read(uint32(empty + last * uint32(8)))
+                column, turn = uint32(column + step), turn ^ uint32(1)
+            sync_warp()
+        cluster.arrive_relaxed()  # no block exits while others read its sums or arrive at its barriers
+        cluster.wait()
+
+    return Specialisation(
+        name=f"gemm_hopper_few_{dtype}_{out_dtype}_{width}{'_' if is_gated else ''}{activation}",
+        kernel=cuda.jit(gemm),
+        argument_types=(TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[2:]),
+        max_threads=THREADS,
+        min_blocks=2,
+        min_capability=90,
+        needs_arch_features=True,
+        constants={
+            "dtype": dtype, "out_dtype": out_dtype, "width": width, "activation": activation, "weight": dtype,
+            "square_columns": 0 if is_gated else COLUMNS,
+        },
+    )  # fmt: skip
+
+
+def _rounds(clusters: int, size: int, machine: Machine) -> int:
+    at_once = machine.num_multiprocessors if size == 1 else machine.clusters_at_once(size)
+    return max(1, math.ceil(clusters / at_once - _SLACK))
+
+
+def _tiles(product: Product) -> int:
+    return -(-product.weight_rows // BLOCK_ROWS)
+
+
+def _seconds_of(parts: int, tiles: int, k: int, machine: Machine) -> float:
+    """Seconds of all rounds: by the bandwidth, or by what a multiprocessor can read of it. It knows no rows of x."""
+    rounds, steps = _rounds(tiles, parts, machine), math.ceil(k / BLOCK_K / parts)
+    tile_bytes, blocks = steps * BLOCK_K * 2 * BLOCK_ROWS, -(-tiles // rounds) * parts
+    rate = machine.memory_bytes * min(1.0, blocks * _SHARE_AT_MOST / machine.num_multiprocessors)
+    return rounds * blocks * tile_bytes / rate + (_MEETING_S if parts > 1 else 0.0)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def shape(m: int, weight_rows: int, k: int, machine: Machine) -> tuple[int, int, int]:
+    """(rows of x that the kernel has, blocks that share x, parts of K)."""
+    width, tiles, steps = next(each for each in STAGES if each >= m), -(-weight_rows // BLOCK_ROWS), -(-k // BLOCK_K)
+    able = [parts for parts in (1, 2, 4, 8) if parts == 1 or steps >= parts * LEAST_STEPS]
+    parts = min(able, key=lambda parts: _seconds_of(parts, tiles, k, machine))
+    rounds = {
+        shares: _rounds(-(-tiles // shares), shares * parts, machine)
+        for shares in (1, 2, 4, 8) if shares * parts <= MAX_CLUSTER and 8 * shares <= width and shares <= max(1, tiles)
+    }  # fmt: skip
+    return width, max(shares for shares, count in rounds.items() if count <= rounds[1]), parts
+
+
+def cache_reads(product: Product, machine: Machine) -> int:
+    """Bytes read from the second-level cache, as the emulator counts them: the weight, and x for each cluster's
+    columns."""
+    _, shares, _ = shape(product.m, product.weight_rows, product.k, machine)
+    return product.weight_bytes + -(-_tiles(product) // shares) * ITEM_BYTES[product.x] * product.m * product.k
+
+
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    if machine.arch != ARCH:
+        return f"needs {ARCH}, the device is {machine.arch}"
+    can_walk = product.x != "f32" and product.is_weight_layout and product.is_aligned and product.k > 0
+    if can_walk and product.weight == product.x and not product.exact and not product.num_segments:
+        return "" if product.m <= MAX_ROWS else f"takes at most {MAX_ROWS} rows"
+    return "reads 16-bit factors of one type in the weight layout, in rows on 16-byte bounds, and is not exact"
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """No other tier of these rows takes as few bytes of the cache, or leaves half of a multiprocessor."""
+    return 0.0 if product.m >= LEAST_ROWS else math.inf
+
+
+def modelled_s(product: Product, machine: Machine) -> float:
+    """Seconds, for comparisons outside the tiers."""
+    _, _, parts = shape(product.m, product.weight_rows, product.k, machine)
+    read = max(
+        product.weight_bytes / machine.sustained_bytes, cache_reads(product, machine) / machine.cache_bytes,
+        _seconds_of(parts, _tiles(product), product.k, machine),
+    )  # fmt: skip
+    return read + _ENDS_S
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    m, k, activation, weight_rows = product.m, product.k, product.epilogue.activation, product.weight_rows
+    width, shares, parts = shape(m, weight_rows, k, machine)
+    clusters = -(-_tiles(product) // shares)
+    clusters = -(-clusters // _rounds(clusters, shares * parts, machine))
+    maps = tuple(
+        (index, TensorMapLayout(product.x, (k, rows), (k * 2,), (BLOCK_K, box), 128))
+        for index, rows, box in ((0, m, width // shares), (1, weight_rows, BLOCK_ROWS // 2))
+    )
+    return Launch(
+        kernel(product.x, product.out, width, activation), (clusters * shares, parts, 1), (THREADS, 1, 1),
+        shared_bytes(width), cluster=(shares, parts, 1), maps=maps,
+    )  # fmt: skip
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Every specialisation that `plan` can return."""
+    for dtype, out_dtype in DTYPE_PAIRS:
+        if dtype != "f32":
+            for width in STAGES:
+                for activation in ("", *GATED) if out_dtype == dtype else ("",):
+                    yield kernel(dtype, out_dtype, width, activation)
