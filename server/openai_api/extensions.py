@@ -134,7 +134,7 @@ def rewrite(request: dict[str, Any], fields: Iterable[str], ignored: list[str], 
     _rewrite_samplers(result, ignored)
     if "reasoning_effort" in known:
         _rewrite_thinking(result, ignored, sent)
-    if "tool_choice" in known and "stop_sequences" not in known:  # Anthropic's own requests have other names
+    if "tool_choice" in known and "system" not in known:  # Anthropic's own requests have other names
         _rewrite_tool_choice(result, sent, is_chat="messages" in known)
     if "continue_final_message" in known:
         _rewrite_prefix(result)

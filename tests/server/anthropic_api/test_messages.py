@@ -355,6 +355,10 @@ def test_counting(served: Served, client: anthropic.Anthropic) -> None:
     count = client.messages.count_tokens(model=MODEL, messages=HELLO, **fields)
     assert served.engine.requests == []
     assert count.input_tokens == ask(client, **fields).usage.input_tokens
+    for choice in ({"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": TOOLS[0]["name"]}):
+        counted = client.messages.count_tokens(model=MODEL, messages=HELLO, tools=TOOLS, tool_choice=choice)
+        assert counted.input_tokens == ask(client, tools=TOOLS, tool_choice=choice).usage.input_tokens, choice
+    served.engine.requests.clear()
     whole = {"max_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": 2, "stop_sequences": ["a"], "stream": True}
     assert client.messages.count_tokens(model=MODEL, messages=HELLO, **fields, extra_body=whole) == count
     for wrong in ({"max_tokens": "3"}, {"min_tokens": 3}):
