@@ -95,6 +95,8 @@ NOT_BUILT = {
     "/v1/fine_tuning": "the server does not train",
     "/v1/moderations": "there is no moderation",
     "/v1/messages/batches": "there are no batches",
+    "/v1/responses/input_tokens": "POST /tokenize counts a conversation's tokens",
+    "/v1/responses/compact": "a conversation is never cut",
     "/v2/embed": "POST /v1/embeddings",
     "/invocations": "POST /v1/chat/completions",
     "/generate": "POST /v1/completions",
@@ -320,19 +322,23 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
 async def handle_http_exception(request: Request, error: Exception) -> Response:
     """The router's errors: an unknown route, or a method that a route does not have."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
-        if (reason := _not_built(request.url.path)) is not None:
-            message, code = f"{request.url.path} is not built: {reason}.", "not_built"
-        action = request.url.path.removeprefix("/api/").partition("/")[0]
+    status, path = error.status_code, request.url.path
+    if (reason := _not_built(path)) is not None and status in (404, 405):
+        status, message, code = 404, f"{path} is not built: {reason}.", "not_built"
+    elif status == 404:
+        message, code = f"Unknown request URL: {request.method} {path:.{MAX_SHOWN_VALUE}}.", "unknown_url"
+        others = {f"/v1{path}", path.replace("/v1/v1/", "/v1/"), re.sub("//+", "/", path)} - {path}
+        if found := next((each.path for each in request.app.routes if getattr(each, "path", "") in others), None):
+            message += f" There is {found}: is the client's base URL right?"
+        action = path.removeprefix("/api/").partition("/")[0]
         if dialect_of(request.scope) == "ollama" and action in MANAGEMENT:
             message = f"There is no /api/{action}: the server has the one model that it was started with."
-    elif error.status_code == 405:
-        message = f"Method {request.method} is not allowed on {request.url.path}."
+    elif status == 405:
+        message = f"Method {request.method} is not allowed on {path}."
         code = "method_not_allowed"
     else:
         message, code = "The request could not be served.", "invalid_request"
-    return ApiError(error.status_code, message, code=code, headers=error.headers).response(request.scope)
+    return ApiError(status, message, code=code, headers=error.headers).response(request.scope)
 
 
 async def handle_unexpected(request: Request, error: Exception) -> Response:

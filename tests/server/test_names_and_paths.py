@@ -48,6 +48,22 @@ def test_several_names(named: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/completions", "/v1/completions"),
+        ("//v1/embeddings", "/v1/embeddings"), ("/zork", None), (f"/{'z' * 500}", None),
+    ],
+)  # fmt: skip
+def test_a_base_url_that_is_wrong_is_told(named: Served, path: str, meant: str | None) -> None:
+    url = named.url + path
+    error = named.http.post(url, json={}).json()["error"]
+    assert error["code"] == "unknown_url"
+    assert error["message"].startswith(f"Unknown request URL: POST {path[:80]}.")
+    assert error["message"].endswith(f" There is {meant}: is the client's base URL right?" if meant else ".")
+    assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": HELLO}),
