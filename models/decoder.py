@@ -350,7 +350,11 @@ class GatedMlp:
 
 
 class PreNormLayer:
-    """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as in Llama."""
+    """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as in Llama.
+
+    On a CPU the last layer's MLP computes no rows but those of last tokens, where no others are wanted. A GPU's product
+    scales rows by squares that the one before it left, beside all rows.
+    """
 
     def __init__(
         self, model: Decoder, index: int, maker: Maker, *, attention: Choices = NONE, mlp: Choices = NONE,
@@ -359,10 +363,20 @@ class PreNormLayer:
         """`attention` and `mlp` are choices of these parts; the `norms` come before them."""
         self.attention = model.mixer(index, maker, input_norm=norms[0], **attention)
         self.mlp = model.feed_forward(index, maker, input_norm=norms[1], **mlp)
+        self.index = index
+        self.gives_last_rows = index + 1 == model.config.num_layers and model.device.kind == "cpu"
+        model.gives_last_rows |= self.gives_last_rows
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        x = self.attention(x, batch, kv_cache, residual=x)
+        x, batch = self.wanted(self.attention(x, batch, kv_cache, residual=x), batch)
         return self.mlp(x, batch, residual=x)
+
+    def wanted(self, x: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+        """The rows that the MLP computes, given those after the attention."""
+        if not self.gives_last_rows or not batch.is_last_wanted or batch.has_rows_after(self.index):
+            return x, batch
+        assert batch.last_tokens is not None, "a step has them"
+        return ops.gather_rows(x, batch.last_tokens), batch.of_last_tokens()
 
 
 class SandwichLayer:

@@ -159,6 +159,10 @@ class Batch:
         if layer in self.auxiliary_layers:
             self.kept[layer] = x
 
+    def has_rows_after(self, index: int) -> bool:
+        """Whether an encoder's rows are added to some tokens after layer `index`."""
+        return any(index + 1 < len(each.rows) for each in self.encoded)
+
     def of_last_tokens(self) -> Batch:
         """The chunks' last tokens as a batch of decodes, whose keys and values are written."""
         assert self.last_tokens is not None, "a step has them"

@@ -72,7 +72,7 @@ class GraniteLayer(PreNormLayer):
         self.multiplier = multiplier
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        x = ops.add_scaled(x, self.attention(x, batch, kv_cache), self.multiplier)
+        x, batch = self.wanted(ops.add_scaled(x, self.attention(x, batch, kv_cache), self.multiplier), batch)
         return ops.add_scaled(x, self.mlp(x, batch), self.multiplier)
 
 

@@ -26,7 +26,8 @@ class ModelDriver:
 
     `in_groups` puts layers with windows into groups of their own, whose pages behind a window are given up; the block
     that their entries name then holds NaN. `exact` is the batches', `rotary_offset`
-    that of all sequences. `complete` may add to a batch whose first chunk begins at a position.
+    that of all sequences. `complete` may add to a batch whose first chunk begins at a position. With `last_alone` a
+    model that `gives_last_rows` computes logits of each chunk's last token.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ModelDriver:
         exact: bool = False,
         rotary_offset: int = 0,
         complete: Callable[[Batch, int], None] | None = None,
+        last_alone: bool = False,
     ) -> None:
         self.model = model
+        self.last_alone = last_alone and model.gives_last_rows
         self.complete = complete
         self.rotary_offset = rotary_offset
         self.exact = exact
@@ -73,7 +76,8 @@ class ModelDriver:
         self.num_tokens = [0] * num_sequences  # in the cache
 
     def step(self, chunks: dict[int, Sequence[int]]) -> dict[int, Array]:
-        """Feed each sequence its next tokens, in one batch -> its logits `[chunk, vocab_size]`."""
+        """Feed each sequence its next tokens, in one batch -> its logits `[chunk, vocab_size]`, or `[1, vocab_size]`
+        of last tokens alone."""
         starts = {sequence: self.num_tokens[sequence] for sequence in chunks}
         positions = {s: np.arange(starts[s], starts[s] + len(ids)) for s, ids in chunks.items()}
         for tables, kind in zip(self.block_tables, self.kinds, strict=True):
@@ -112,10 +116,16 @@ class ModelDriver:
         )
         if self.complete is not None:
             self.complete(batch, next(iter(starts.values())))
+        if self.last_alone:
+            last = np.cumsum(lengths) - 1
+            batch.is_last_wanted, batch.last_tokens = True, tensor(last, np.int32)
+            batch.last_positions = tensor(batch.positions.to("cpu").numpy()[last], np.int32)
+            batch.last_start = tensor(np.arange(len(last) + 1), np.int32)
+            lengths = [1] * len(last)
         hidden = self.model.forward(batch, self.kv_cache)
-        assert hidden.shape == (num_tokens, self.model.config.hidden_size)
+        assert hidden.shape == (sum(lengths), self.model.config.hidden_size)
         logits = self.model.compute_logits(hidden, batch.adapters).to("cpu").numpy()
-        assert logits.shape == (num_tokens, self.model.config.vocab_size)
+        assert logits.shape == (sum(lengths), self.model.config.vocab_size)
         assert logits.dtype == np.float32
         rows = np.split(logits, np.cumsum(lengths)[:-1])
         return dict(zip(chunks, rows, strict=True))

@@ -7,6 +7,7 @@ best. `tests/numba_kernels/cpu/test_tiles.py` runs this file under each kind of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,15 @@ def test_any_chunking_over_shuffled_pages_gives_the_same_logits(tmp_path: Path, 
     for seed, sizes in enumerate(([1] * len(ids), random_sizes)):
         logits = logits_of(model, ids, sizes, block_size=8, seed=seed)
         check_logits(logits, golden.logits["float32"], TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_last_tokens_alone_have_the_same_bits(tmp_path: Path, case: str) -> None:
+    golden, model = load_case(tmp_path, case)
+    chunks: dict[int, Sequence[int]] = {0: golden.prompt_ids, 1: golden.prompt_ids[:5]}
+    rows = [ModelDriver(model, 2, last_alone=last_alone).step(chunks) for last_alone in (False, True)]
+    for sequence in chunks:
+        np.testing.assert_array_equal(rows[0][sequence][-1], rows[1][sequence][-1])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -264,21 +264,22 @@ class _Tile:
                     simd.store(builder, builder.load(sums.registers[rv]), partials[rv])
 
     def _fetch_results(self, builder):
-        """Prefetches the lines of results and residuals, which lie in as many places as there are rows."""
+        """Prefetches the lines of results and residuals, which lie in as many places as there are rows. Residuals go no
+        nearer than panels do: rows whose distance is a power of two share a few sets of the first-level cache."""
 
-        def fetch(base, stride):
+        def fetch(base, stride, prefetch):
             for r in range(self.sums.height):
                 row = builder.add(base, builder.mul(stride, ir.Constant(I64, r)))
                 for v in range(self.sums.vectors):
-                    simd.prefetch_to_write(builder, simd.offset(builder, row, v * LANES * 4))
+                    prefetch(builder, simd.offset(builder, row, v * LANES * 4))
 
-        fetch(self.out, self.out_stride)
+        fetch(self.out, self.out_stride, simd.prefetch_to_write)
         for v in range(self.sums.vectors):
             simd.prefetch(builder, simd.offset(builder, self.bias, v * LANES * 4), is_near=True)
             if self.sums.is_scaled:
                 simd.prefetch(builder, simd.offset(builder, self.scales, v * LANES * 4), is_near=True)
         with builder.if_then(builder.icmp_signed("!=", self.residual, ir.Constant(I64, 0))):
-            fetch(self.residual, self.residual_stride)
+            fetch(self.residual, self.residual_stride, simd.prefetch)
 
     def weight_places(self, builder, word):
         """Addresses of a word's vectors in all panels; prefetches."""

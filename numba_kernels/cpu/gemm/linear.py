@@ -75,7 +75,7 @@ STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 BLOCK_STREAM_AHEAD_BYTES, LONG_BLOCK_STREAM_AHEAD_BYTES = 8192, 32768  # of blocks, a few lines at a time
 TICKET_ROWS = 128  # at most about so many
 MOST_SIGNED_ROWS = 2 * GEMM_ROWS  # that meet blocks of signed bytes as they lie in panels: see `unpacked_blocks`
-MOST_BYTE_ROWS = 2 * GEMM_ROWS  # the same with vpdpbusd
+MOST_ROWS_WITHOUT_AMX = 2 * GEMM_ROWS  # of integers, where the processor has AMX
 UNPACKED_ELEMENTS = 512  # of K that are unpacked at once with vpdpbusd: 24 KB of bytes, and scales
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
@@ -153,11 +153,11 @@ def most_narrow_rows(stored: Any) -> int:
     if are_pair_rows(stored):
         return 0
     if not unpacks(stored):
-        return MOST_BYTE_ROWS if uses_amx(stored) else MAX_ROWS
+        return MOST_ROWS_WITHOUT_AMX if uses_amx(stored) else MAX_ROWS
     if BLOCKS[stored].is_e4m3:
         return GEMM_ROWS // 2
     if DOT == "bytes":
-        return MOST_BYTE_ROWS
+        return MOST_ROWS_WITHOUT_AMX if uses_amx(stored) else GEMM_ROWS
     return MOST_SIGNED_ROWS if is_signed(BLOCKS[stored]) else GEMM_ROWS
 
 

@@ -26,7 +26,7 @@ from numba_kernels.cpu.recurrent.convolution import (
     history_row,
     written_page,
 )
-from numba_kernels.cpu.recurrent.tiles import convolve, inner_product
+from numba_kernels.cpu.recurrent.tiles import convolve, gate_factors, inner_product
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
 
 FIELDS = Fields(
@@ -34,12 +34,6 @@ FIELDS = Fields(
     "key_heads value_heads key_dim value_dim q_first k_first v_first parts_a_work_item",
     "least most",
 )
-_SOFTPLUS_LINEAR = 20.0
-
-
-@njit(nogil=True)
-def _softplus(x):
-    return x if x > _SOFTPLUS_LINEAR else math.log1p(math.exp(x))
 
 
 @njit(nogil=True)
@@ -94,22 +88,17 @@ def _key_head(a, head, rows, count, place, is_delta):
 
 
 @njit(nogil=True)
-def _value_head(a, head, rows, count, place, gates, stride, is_delta):
-    """Prepares a head's values, decays and steps; token i's gates stand ``i * stride`` numbers after ``gates``."""
-    heads = a.value_heads
-    _convolved(a, rows, count, place, a.v_first + head * a.value_dim, a.value_dim)
-    bias, decay = float32_at(a.dt_bias, heads)[head], float32_at(a.a, heads)[head]
+def _gates(a, first, heads, count, place, gates, stride, is_delta):
+    """Decays and steps of some value heads; token i's gates stand ``i * stride`` numbers after ``gates``."""
+    least, most = np.float32(a.least), np.float32(a.most)
     for i in range(count):
-        given = float32_at(gates + i * stride * 4, a.num_gates)
+        given = gates + (i * stride + first) * 4
+        decays = a.factors + ((place + i) * (a.key_heads + 2 * a.value_heads) + a.key_heads + first) * 4
+        steps, bias, powers = decays + a.value_heads * 4, a.dt_bias + first * 4, a.a + first * 4
         if is_delta:
-            step = 1.0 / (1.0 + math.exp(-np.float64(given[head])))
-            power = decay * _softplus(np.float64(given[heads + head]) + bias)
+            gate_factors(1, given, given + a.value_heads * 4, bias, powers, decays, steps, heads, least, most)
         else:
-            step = min(max(_softplus(np.float64(given[head]) + bias), a.least), a.most)
-            power = decay * step
-        factors = _factors(a, place + i)
-        factors[a.key_heads + head] = np.float32(math.exp(power))
-        factors[a.key_heads + heads + head] = np.float32(step)
+            gate_factors(0, given, given, bias, powers, decays, steps, heads, least, most)
 
 
 @njit(nogil=True)
@@ -176,7 +165,10 @@ def prepare_kernel(is_delta: bool) -> Kernel:
                     if part < a.key_heads:
                         _key_head(a, part, rows, count, place, is_delta)
                     else:
-                        _value_head(a, part - a.key_heads, rows, count, place, gates, stride, is_delta)
+                        channel = a.v_first + (part - a.key_heads) * a.value_dim
+                        _convolved(a, rows, count, place, channel, a.value_dim)
+                first_head = max(first_part - a.key_heads, 0)
+                _gates(a, first_head, end_part - a.key_heads - first_head, count, place, gates, stride, is_delta)
             if end == start + n:
                 now, target = covered(n, p, a.pending), written_page(a, seq)
                 _addresses(a, chunk, now - a.taps + 1, a.taps - 1 + p + n - now, zeros, rows)

@@ -3,6 +3,8 @@ of products."""
 
 from __future__ import annotations
 
+import functools
+
 import llvmlite.ir as ir
 from numba import njit
 from numba.core import cgutils, types
@@ -17,6 +19,7 @@ from numba_kernels.cpu.target import LANES
 
 NORMED, SIGMOID, SILU, GATE_ONLY = range(4)  # forms of `gate_tile`
 _PART = 16  # vectors of channels that are convolved together
+_AHEAD = 8  # rows that are prefetched before they are read
 
 
 def _sigmoid(builder, x):
@@ -60,8 +63,14 @@ def _convolve_vectors(builder, taps, has_silu, rows, count, first, conv, bias, o
                 builder.add(simd.load(builder, simd.offset(builder, at, 8 * tap), I64, 8), place) for tap in range(taps)
             ]
             result = builder.add(to, builder.mul(tokens.index, out_stride))
+            left = builder.sub(builder.sub(count, tokens.index), ir.Constant(I64, 1))  # tokens after this one
+            rows_ahead = ir.Constant(I64, _AHEAD)
+            rows_ahead = builder.select(builder.icmp_signed("<", rows_ahead, left), rows_ahead, left)
+            ahead = builder.add(simd.offset(builder, at, 8 * taps - 8), builder.mul(rows_ahead, ir.Constant(I64, 8)))
+            ahead = builder.add(simd.load(builder, ahead, I64, 8), place)
             with cgutils.for_range(builder, size, intp=I64) as channels:
                 line = builder.mul(channels.index, ir.Constant(I64, LANES * 4))
+                simd.prefetch(builder, builder.add(ahead, line), is_near=True)
                 total = builder.load(entry(channels.index, taps))
                 for tap, row in enumerate(given):
                     value = simd.load(builder, builder.add(row, line), simd.vector(F32), 4)
@@ -98,6 +107,48 @@ def convolve(rows, count, first, width, taps, has_silu, conv, bias, out, out_str
             if has_silu:
                 total = total / (1.0 + exp_f32(-total))
             float32_at(out + i * out_stride, width)[channel] = total
+
+
+# log(1 + t) / s with s = t / (2 + t), in powers of s^2, the highest first: for t up to 1 within 1e-8 relative
+_LOG1P = tuple(2.0 / power for power in range(15, 0, -2))
+
+
+def _softplus(builder, x):
+    """log(1 + e^x), within 5e-7 relative."""
+    number = functools.partial(constant_like, x)
+    minus, is_above = builder.fsub(number(-0.0), x), builder.fcmp_ordered(">", x, number(0.0))
+    small = simd.exp(builder, builder.select(is_above, minus, x))
+    s = builder.fdiv(small, builder.fadd(small, number(2.0)))
+    square, tail = builder.fmul(s, s), number(_LOG1P[0])
+    for coefficient in _LOG1P[1:]:
+        tail = simd.fma(builder, tail, square, number(coefficient))
+    return simd.fma(builder, tail, s, builder.select(is_above, x, number(0.0)))
+
+
+@emitted(types.void, LITERAL, *[types.intp] * 7, types.float32, types.float32)
+def gate_factors(builder, is_delta, given, rates, bias, powers, decays, steps, count, least, most):
+    """``decays`` and ``steps`` of ``count`` heads, all addresses: of the delta rule ``e^(powers softplus(rates +
+    bias))`` and ``sigmoid(given)``; of mamba ``e^(powers steps)`` with ``steps = softplus(rates + bias)`` within
+    ``least`` and ``most``."""
+    low, high = simd.splat(builder, least), simd.splat(builder, most)
+
+    def piece(place, mask):
+        def of(start):
+            return simd.masked_load(builder, builder.add(start, place), mask)
+
+        def keep(value, start):
+            simd.masked_store(builder, value, builder.add(start, place), mask)
+
+        step = size = _softplus(builder, builder.fadd(of(rates), of(bias)))
+        if is_delta:
+            step = _sigmoid(builder, of(given))
+        else:
+            step = builder.select(builder.fcmp_ordered("<", size, low), low, size)
+            step = size = builder.select(builder.fcmp_ordered(">", step, high), high, step)
+        keep(simd.exp(builder, builder.fmul(of(powers), size)), decays)
+        keep(step, steps)
+
+    for_each_vector(builder, count, piece)
 
 
 @emitted(types.float32, *[types.intp] * 3)
