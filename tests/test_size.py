@@ -23,7 +23,7 @@ MOST_LINES = {
     "runtime/kv": 1_931,
     "runtime/engine": 29_110,
     "runtime/text": 7_342,
-    "runtime/llm": 1_949,
+    "runtime/llm": 1_983,
     "runtime/parallel": 2_876,
     "runtime/images": 937,
     "runtime/commands": 3_097,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -43,27 +43,6 @@ def questions_of(questions: Sequence[Any]) -> list[Question]:
             found.append(msgspec.convert(plain_data(question), Question))
         except msgspec.ValidationError as error:
             raise RequestError(f"questions[{index}]: {error}", param=f"questions[{index}]") from None
-    return found
-
-
-def conversations_of(inputs: DecisionInput | Sequence[DecisionInput]) -> list[list[Mapping[str, Any]]]:
-    """One input, or several, as conversations. Raises ``RequestError``."""
-    if not isinstance(inputs, (str, list, tuple)):
-        problem = f"inputs must be a text, a conversation, or a list of them, got {inputs!r:.80}"
-        raise RequestError(problem, param="inputs")
-    is_one = isinstance(inputs, str) or (inputs and not isinstance(inputs[0], (str, list, tuple)))
-    several: Sequence[Any] = [inputs] if is_one else inputs
-    found: list[list[Mapping[str, Any]]] = []
-    for index, each in enumerate(several):
-        plain = plain_data(each)
-        if not (isinstance(plain, str) or (isinstance(plain, list) and all(isinstance(one, Mapping) for one in plain))):
-            problem = f"inputs[{index}] must be a text or a list of messages, got {each!r:.80}"
-            raise RequestError(problem, param="inputs")
-        if not each and not isinstance(each, str):
-            raise RequestError(f"inputs[{index}] has no messages", param="inputs")
-        found.append(
-            [{"role": "user", "content": each}] if isinstance(each, str) else cast(list[Mapping[str, Any]], plain)
-        )
     return found
 
 

@@ -35,7 +35,6 @@ from runtime.llm.decisions import (
     DecisionInput,
     Decisions,
     asked_in,
-    conversations_of,
     questions_of,
 )
 from runtime.llm.job import Job
@@ -53,7 +52,7 @@ from runtime.llm.outputs import (
     ScoringRequestOutput,
 )
 from runtime.llm.progress import progress
-from runtime.llm.prompts import LoRARequest, Prompt, as_list, one_each, take_images, texts_of
+from runtime.llm.prompts import LoRARequest, Prompt, as_list, conversations_of, one_each, take_images, texts_of
 from runtime.pooling import POOLING_TASKS, PoolingTask, activated
 from runtime.text.classifier_decisions import read_by_classifier, reading_of, text_of_input
 from runtime.text.decisions import Options, Question, content_start, options_by_question
@@ -140,8 +139,7 @@ class LLM(LoadedModel):
         and their contents lists of parts in the forms of OpenAI, Anthropic and transformers;
         ``{"type": "image", "image": ...}`` takes the values of a prompt's "images"."""
         check_generates(self.client.info)
-        is_one = bool(messages) and not isinstance(messages[0], (list, tuple))
-        conversations: Sequence[Any] = [messages] if is_one else messages
+        conversations = conversations_of("messages", messages)
         reads_images = self.client.info.images is not None
         taken = [take_images(conversation, reads_images=reads_images) for conversation in conversations]
         prompts = [
@@ -295,7 +293,8 @@ class LLM(LoadedModel):
         if not (is_number(refusal_threshold) and 0 <= refusal_threshold <= 1):
             problem = f"refusal_threshold must be from 0 to 1, got {refusal_threshold!r:.80}"
             raise RequestError(problem, param="refusal_threshold")
-        asked, conversations, tokenizer = questions_of(questions), conversations_of(inputs), self.get_tokenizer()
+        asked, tokenizer = questions_of(questions), self.get_tokenizer()
+        conversations = conversations_of("inputs", inputs, takes_texts=True)
         if not self.client.info.pooling.generates and self.client.info.pooling.labels:
             if refusal_threshold:
                 problem = "refusal_threshold is for a model that chats: a classifier always answers"

@@ -29,7 +29,7 @@ from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
-from runtime.llm.prompts import LoRARequest, Prompt, scheduling_of, with_images
+from runtime.llm.prompts import LoRARequest, Prompt, check_tools, ids_of, scheduling_of, with_images
 from runtime.llm.weights import ChangingWeights
 from runtime.pooling import PoolingTask, normalized
 from runtime.progress import ON_STDERR, SILENT
@@ -194,6 +194,12 @@ class LoadedModel(ChangingWeights):
         special_tokens_in_content  "text": special tokens in messages stay text, so that none can forge turns; "parse":
                                 they become tokens
         """
+        check_tools(tools)
+        for name, value, kind in (
+            ("chat_template", chat_template, str), ("chat_template_kwargs", chat_template_kwargs, Mapping),
+        ):  # fmt: skip
+            if not isinstance(value, kind | None):
+                raise RequestError(f"{name} must be a {kind.__name__}, got {type(value).__name__}", param=name)
         answer_format = AnswerFormat() if chat_template is not None else self._answer_format
         notes = list[str]()
         ids = chat_prompt(
@@ -359,7 +365,7 @@ class LoadedModel(ChangingWeights):
             if prompt.get("images") and not takes_images:
                 raise RequestError("images are read by generate, chat, stream and embed alone", param="images")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), ids_of("prompt_token_ids", prompt["prompt_token_ids"])
             if not isinstance(prompt.get("prompt"), str):
                 raise RequestError("a prompt needs 'prompt_token_ids' or the text 'prompt'", param="prompt")
             text = prompt["prompt"]
@@ -367,7 +373,7 @@ class LoadedModel(ChangingWeights):
                 text = with_picture_texts(text, self._picture_text.replaced)
             return self._encode(text, takes_images=takes_images)
         if not isinstance(prompt, str):
-            return None, list(prompt)
+            return None, ids_of("prompt", prompt)
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer: give token ids instead of text", param="prompt")
         return prompt, self.tokenizer.encode(prompt)

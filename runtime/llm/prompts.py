@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+import numpy as np
+
 from runtime.engine.checks import is_integer
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineInfo, ImageItem
@@ -31,7 +33,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list. Raises ``RequestError`` for anything else."""
     if not isinstance(prompts, list) and isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not hasattr(prompts, "__iter__"):
+    if not _is_row(prompts):
         raise RequestError(
             f"prompts must be a text, token ids, or a list of them, got {prompts!r:.80}", param="prompts"
         )
@@ -39,9 +41,59 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and all(is_integer(item) for item in listed):
         return [listed]
     for item in listed:
-        if not hasattr(item, "__iter__"):
+        if not isinstance(item, (str, Mapping)) and not _is_row(item):
             raise RequestError(f"a prompt is a text or a list of token ids, got {item!r:.80}", param="prompts")
     return listed
+
+
+def ids_of(name: str, given: Any) -> list[int]:
+    """Token ids as a list, not yet compared with the vocabulary. Raises ``RequestError`` for anything else."""
+    if isinstance(given, str) or not _is_row(given):
+        raise RequestError(f"{name} must be a list of token ids, got {type(given).__name__}", param="prompt")
+    ids = given.tolist() if isinstance(given, np.ndarray) else list(given)
+    for kind in set(map(type, ids)) - {int}:
+        if not issubclass(kind, np.integer):
+            raise RequestError(f"{name} must hold integers, got {kind.__name__}", param="prompt")
+    return ids
+
+
+def _is_row(given: Any) -> bool:
+    """Bytes are no token ids, and sets have no order."""
+    is_other = isinstance(given, (bytes, bytearray, memoryview, set, frozenset))
+    return hasattr(given, "__iter__") and not is_other and getattr(given, "ndim", 1) > 0
+
+
+def conversations_of(name: str, given: Any, *, takes_texts: bool = False) -> list[list[Mapping[str, Any]]]:
+    """One conversation, or several; with ``takes_texts`` a text is a user's message. Raises ``RequestError``."""
+    if not isinstance(given, (list, tuple)) and not (takes_texts and isinstance(given, str)):
+        kinds = "a text, a conversation, or" if takes_texts else "a conversation, a list of messages, or"
+        raise RequestError(f"{name} must be {kinds} a list of them, got {given!r:.80}", param=name)
+    is_one = isinstance(given, str) or (given and not isinstance(given[0], (str, list, tuple)))
+    found = []
+    for index, each in enumerate([given] if is_one else given):
+        if takes_texts and isinstance(each, str):
+            each = [{"role": "user", "content": each}]
+        plain = plain_data(each)
+        if not (isinstance(plain, list) and all(isinstance(one, Mapping) for one in plain)):
+            kinds = "a text or a list of messages" if takes_texts else "a list of messages"
+            raise RequestError(f"{name}[{index}] must be {kinds}, got {each!r:.80}", param=name)
+        if not plain:
+            raise RequestError(f"{name}[{index}] has no messages", param=name)
+        found.append(plain)
+    return found
+
+
+def check_tools(tools: Any) -> None:
+    """Raises ``RequestError`` if they are no list of functions in OpenAI's form."""
+    if tools is None:
+        return
+    if not isinstance(tools, (list, tuple)):
+        raise RequestError(f"tools must be a list, got {type(tools).__name__}", param="tools")
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            problem = f"tools[{i}] must be an object with a function that has a name, got {tool!r:.80}"
+            raise RequestError(problem, param=f"tools[{i}]")
 
 
 def texts_of(name: str, given: str | Sequence[str]) -> list[str]:
@@ -138,7 +190,7 @@ def take_images(
                 take_image=(lambda part: images.append(_given(part))) if reads_images else None,
             ),
         }
-        if isinstance(message, Mapping) and "content" in message
+        if "content" in message
         else message
         for i, message in enumerate(plain_data(messages))
     ]
