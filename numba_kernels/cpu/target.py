@@ -142,8 +142,6 @@ _IS_EMULATED = TILES in EMULATED_TILES
 HAS_BYTE_DOT = not _IS_EMULATED and compiled_for("avx512vnni")  # vpdpbusd: sums of products of four bytes
 HAS_BF16_DOT = TILES == "avx512_bf16"  # vdpbf16ps: sums of products of pairs of bfloat16
 HAS_AMX = TILES == "amx"  # registers of 16 rows and their products, of pairs of bfloat16 and of bytes
-HAS_ADDERS = compiled_for("avx512f") and llvm.get_host_cpu_name() in ("znver4", "znver5")
-"""Whether additions and conversions have units of their own, idle while products run, as Zen 4's and Zen 5's."""
 HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens float16
 
 

@@ -23,7 +23,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from numba_kernels.blocks import X_GROUP
-from numba_kernels.cpu.gemm.block_tile import X_WORDS, start_of
+from numba_kernels.cpu.gemm.block_tile import X_WORDS, add_terms, number_of, start_word_of
 from numba_kernels.cpu.gemm.int8_tile import add_scaled
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
 from numba_kernels.cpu.gemm.unpacked_blocks import block_of, table_of, unpacked_words, words_of_group
@@ -371,39 +371,36 @@ class _BlockTile(_IntegerTile):
             first = words_of_group(builder, block, block_at, group, half * words)
             x_half = simd.offset(builder, x_at, half * words * 4)
             self.integers(x_half, i64(X_WORDS * 4), first, _VECTOR_BYTES, vector_stride)
-            is_last = half == halves - 1
-            scales = [table_of(builder, block, block_at, group, 0, half, v) for v in _VECTORS]
-            minima = [
-                [table_of(builder, block, block_at, group, 1, each, v) for each in range(halves)]
-                for v in _VECTORS if block.minimum and is_last
-            ]  # fmt: skip
+            factors = []
+            if half == halves - 1:
+                tables = [(number, each) for number in range(2 if block.minimum else 1) for each in range(halves)]
+                factors = [[table_of(builder, block, block_at, group, *each, v) for each in tables] for v in _VECTORS]
             with self.each_row() as row:
-                self._scale_row(row.index, half, behind, scales, minima, kept)
+                self._scale_row(row.index, half, behind, factors, kept)
 
-    def _scale_row(self, row, half, behind, scales, minima, kept):
+    def _scale_row(self, row, half, behind, factors, kept):
+        """Scales a half's integers and keeps them; the last one's are added with the others, by their ``factors``, a
+        vector's scales and minima."""
         builder, halves = self.builder, self.num_halves
-        is_last = half == halves - 1
-        start = self.of_row(behind[1 + half], row, I32) if start_of(self.block) else None
+        start = start_word_of(self.block, half)
+        start = None if start is None else self.of_row(behind[start - X_WORDS], row, I32)
         x_scale = self.of_row(behind[0], row, F32)
         if self.block.minimum and halves > 1:
-            below = [builder.sitofp(self.of_row(behind[1 + each], row, I32), _FLOATS) for each in range(halves)]
+            wholes = [self.of_row(behind[1 + each], row, I32) for each in range(halves)]
+            below = [number_of(builder, self.block, whole, x_scale) for whole in wholes]
         else:
             below = [self.of_row(behind[2], row, F32)]
         for v, (whole_at, sum_at) in enumerate(self.places(row)):
             whole = simd.load(builder, whole_at, _WORDS, 4)
-            number = builder.sitofp(whole if start is None else builder.add(whole, start), _FLOATS)
+            number = number_of(builder, self.block, whole if start is None else builder.add(whole, start), x_scale)
             if kept is not None:
                 moved = builder.add(kept, builder.mul(row, i64(_PANEL_ROW_BYTES)))
                 kept_at = simd.offset(builder, moved, v * _VECTOR_BYTES)
-            if half:
-                value = simd.fma(builder, number, scales[v], simd.load(builder, kept_at, _FLOATS, 4))
-            else:
-                value = builder.fmul(number, scales[v])
-            if not is_last:
-                simd.store(builder, value, kept_at)
+            if not factors:
+                simd.store(builder, number, kept_at)
                 continue
-            if minima:
-                for each, minimum in zip(below, minima[v], strict=True):
-                    value = simd.fma(builder, each, minimum, value)
+            numbers = [simd.load(builder, kept_at, _FLOATS, 4)] if half else []
+            numbers += [number, *below] if self.block.minimum else [number]
             total = simd.load(builder, sum_at, _FLOATS, 4)
-            simd.store(builder, simd.fma(builder, value, x_scale, total), sum_at)
+            terms = list(zip(numbers, factors[v], strict=True))
+            simd.store(builder, add_terms(builder, self.block, total, terms, x_scale), sum_at)

@@ -6,6 +6,9 @@ times the sum of x, below zero. Then, in float32 and in the order of K,
 
     total += scale of x * (scale of the group * integer sum - minimum of the group * sum of x)
 
+Where x's scale is a power of two (`Block.has_power_scales`), integer sums begin at the bits of 1.5 * 2^23 times it, so
+that one subtraction converts and scales them, and a group's terms, if two, are added to the total one by one.
+
 A register of columns goes through some blocks with all rows before the next one does: as many integer sums as rows are
 under way, and rows' values are operands in memory. Signed bytes without vpdpbusd take both registers of a vector at
 once from four rows on, so that broadcasts of x, and values carried around the loops, serve both.
@@ -36,6 +39,7 @@ _LINE_BYTES = 64
 _FEW_ROWS = 4  # fewer sums than an instruction takes cycles
 _MOST_WIDE_ROWS = 4  # of signed bytes, whose sums for a whole vector of columns stay in registers
 _MOST_SHORT = 32767
+_MOST_CHAINED_TERMS = 2  # of a group: tiles of few rows would wait for longer chains
 _WORDS, _FLOATS = simd.vector(I32, PART), simd.vector(F32, PART)
 _PARTS_A_VECTOR = LANES // PART
 
@@ -58,6 +62,33 @@ def start_of(block: Block) -> int:
 def start_in_rows(block: Block) -> int:
     """The factor of the sums beside rows of x: `start_of`, or -1 where each half has a minimum."""
     return -1 if block.minimum and block.group < X_GROUP else start_of(block)
+
+
+def start_word_of(block: Block, half: int) -> int | None:
+    """The number of the word, after those of a row of x, where a half's integer sum begins; None if at 0."""
+    if start_of(block):
+        return X_WORDS + 1 + half
+    return X_WORDS if block.has_power_scales else None
+
+
+def number_of(builder, block, whole, scale):
+    """Integer sums as floats, where x's ``scale`` is a power of two times it."""
+    kind = simd.vector(F32, whole.type.count)
+    if block.has_power_scales:
+        return builder.fsub(builder.bitcast(whole, kind), scale)
+    return builder.sitofp(whole, kind)
+
+
+def add_terms(builder, block, total, terms, scale):
+    """``total`` and a group's terms, each a number of `number_of` and its factor, a group's scale or minimum."""
+    if block.has_power_scales and len(terms) <= _MOST_CHAINED_TERMS:
+        for number, factor in terms:
+            total = simd.fma(builder, number, factor, total)
+        return total
+    value = builder.fmul(*terms[0])
+    for number, factor in terms[1:]:
+        value = simd.fma(builder, number, factor, value)
+    return builder.fadd(total, value) if block.has_power_scales else simd.fma(builder, value, scale, total)
 
 
 def short_words_of(block: Block) -> int:
@@ -198,32 +229,30 @@ class BlockSums:
         def row(word, r, kind):
             return simd.load(builder, simd.offset(builder, x_at, (word * self.height + r) * 4), kind, 4)
 
-        keys, sums = [(r, part) for r in rows for part in self.parts], {}
+        def every(word, r, kind):
+            return simd.splat(builder, row(word, r, kind), PART)
+
+        keys = [(r, part) for r in rows for part in self.parts]
+        terms = {key: [] for key in keys}
         for half in range(halves):
-            if start_of(self.block):
-                wholes = {(r, part): simd.splat(builder, row(X_WORDS + 1 + half, r, I32), PART) for r, part in keys}
-            else:
-                wholes = dict.fromkeys(keys, _number(0))
+            start = start_word_of(self.block, half)
+            wholes = {(r, part): _number(0) if start is None else every(start, r, I32) for r, part in keys}
             wholes = self._integers(builder, wholes, weights, row, range(half * words, (half + 1) * words))
             scales = entry(0, half)
             for (r, part), whole in wholes.items():
-                number = builder.sitofp(whole, _FLOATS)
-                if half:
-                    sums[r, part] = simd.fma(builder, number, scales[part], sums[r, part])
-                else:
-                    sums[r, part] = builder.fmul(number, scales[part])
+                number = number_of(builder, self.block, whole, every(X_WORDS, r, F32))
+                terms[r, part].append((number, scales[part]))
         for half in range(halves if self.block.minimum else 0):
             minima = entry(1, half)
             for r, part in keys:
                 if halves > 1:
-                    below = builder.sitofp(row(X_WORDS + 1 + half, r, I32), F32)
+                    below = number_of(builder, self.block, every(X_WORDS + 1 + half, r, I32), every(X_WORDS, r, F32))
                 else:
-                    below = row(X_WORDS + 2, r, F32)
-                below = simd.splat(builder, below, PART)
-                sums[r, part] = simd.fma(builder, below, minima[part], sums[r, part])
+                    below = every(X_WORDS + 2, r, F32)
+                terms[r, part].append((below, minima[part]))
         for r, part in keys:
-            scale_of_x, total = simd.splat(builder, row(X_WORDS, r, F32), PART), self.totals[r, part]
-            builder.store(simd.fma(builder, sums[r, part], scale_of_x, builder.load(total)), total)
+            scale, total = every(X_WORDS, r, F32), self.totals[r, part]
+            builder.store(add_terms(builder, self.block, builder.load(total), terms[r, part], scale), total)
 
     def _integers(self, builder, wholes, weights, row, words):
         """The sums ``wholes``, by row and part, with the products of these words of x."""

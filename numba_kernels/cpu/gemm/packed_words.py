@@ -371,25 +371,30 @@ def _low_bytes(builder, vectors):
 
 
 def _block_scale(builder, largest, has_power):
-    """A block's scale, of largest magnitudes (a float or a vector), and the factor before rounding to int8: the largest
-    stands for 127; ``has_power``, for 64 to 127, since the scale is a power of two. Too small a magnitude counts as
-    zeros, NaN and infinity are their scale."""
+    """A block's scale by largest magnitudes (a float or a vector), the factor before rounding to int8, the bits where
+    integer sums begin, and the factor of the sum of integers.
+
+    The largest stands for 127; NaN and infinity are their scale. ``has_power``, it stands for 64 to 127 and the scale
+    is a power of two, which the tiles need as 1.5 * 2^23 times it: that number is given instead, NaN if it is not
+    finite. Too small a magnitude counts as zeros."""
     is_vector = isinstance(largest.type, ir.VectorType)
     bits = builder.bitcast(largest, simd.vector(I32, largest.type.count) if is_vector else I32)
     number = functools.partial(simd.constant_like, bits)
-    tiny, infinite, zero = (simd.constant_like(largest, each) for each in (_SMALLEST_OF_POWERS, float("inf"), 0.0))
+    tiny, zero, one = (simd.constant_like(largest, each) for each in (_SMALLEST_OF_POWERS, 0.0, 1.0))
     above = builder.add(bits, number(0x7FFFFF - 0x7E0000))  # the next power of two, above 127 / 64
     power = builder.sub(builder.and_(above, number(0x7F800000)), number(6 << 23))
     inverse_power = builder.bitcast(builder.sub(number(254 << 23), power), largest.type)
     is_small = builder.fcmp_ordered("<", largest, tiny)
-    is_finite = builder.fcmp_ordered("<", largest, infinite)
-    usable = builder.and_(is_finite, builder.not_(is_small))
-    power = builder.select(usable, builder.bitcast(power, largest.type), builder.select(is_small, zero, largest))
-    inverse_power = builder.select(usable, inverse_power, zero)
+    fits = builder.icmp_signed("<=", bits, number(_LARGEST_ROUNDED_BITS))
+    inverse_power = builder.select(builder.and_(fits, builder.not_(is_small)), inverse_power, zero)
+    adder = builder.select(is_small, number(0), builder.add(power, number(_MAGIC_BITS - (127 << 23))))
+    adder = builder.select(fits, adder, number(_NAN_BITS))
     scale = builder.fdiv(largest, simd.constant_like(largest, 127.0))
     return (
-        builder.select(has_power, power, scale),
+        builder.select(has_power, builder.bitcast(adder, largest.type), scale),
         builder.select(has_power, inverse_power, _inverse(builder, largest)),
+        builder.select(has_power, adder, number(0)),
+        builder.select(has_power, builder.bitcast(power, largest.type), one),
     )
 
 
@@ -398,15 +403,15 @@ def quantize_block(builder, source, target, start, is_halved, has_power):
     """32 floats at ``source`` as int8 to ``target``, with the scale of `_block_scale`.
 
     Three words follow them: the scale, and where sums of products begin: ``start`` times the sums of both halves where
-    ``is_halved``, else ``start`` times the whole sum, and that sum below zero, as a float. A group with NaN or infinity
-    has such a scale, and zeros.
+    ``is_halved``, else ``start`` times the whole sum, and that sum below zero, as a float. Beside a power of two they
+    begin at the scale's bits, and the float is scaled. A group with NaN or infinity has such a scale, and zeros.
     """
     behind = [simd.offset(builder, target, 2 * LANES + 4 * word) for word in range(3)]
     places = [simd.offset(builder, source, first * 4) for first in (0, LANES)]
     halves = [simd.load(builder, place, simd.vector(F32), 4) for place in places]
     found = simd.fold(builder, _largest_of_lanes(builder, halves), functools.partial(_larger, builder))
     largest = builder.bitcast(found, F32)
-    scale, inverse = _block_scale(builder, largest, has_power)
+    scale, inverse, begin, factor = _block_scale(builder, largest, has_power)
     simd.store(builder, scale, behind[0])
     inverse = simd.splat(builder, inverse)
     sums = []
@@ -418,11 +423,13 @@ def quantize_block(builder, source, target, start, is_halved, has_power):
     with builder.if_else(is_halved) as (by_halves, at_once):
         with by_halves:
             for half, place in zip(sums, behind[1:]):
-                simd.store(builder, builder.mul(simd.fold(builder, half, builder.add), start), place)
+                total = builder.mul(simd.fold(builder, half, builder.add), start)
+                simd.store(builder, builder.add(total, begin), place)
         with at_once:
             total = simd.fold(builder, builder.add(*sums), builder.add)
-            simd.store(builder, builder.mul(total, start), behind[1])
-            simd.store(builder, builder.fneg(builder.sitofp(total, F32)), behind[2])
+            simd.store(builder, builder.add(builder.mul(total, start), begin), behind[1])
+            below = builder.fneg(builder.sitofp(total, F32))
+            simd.store(builder, builder.fmul(below, factor), behind[2])
 
 
 @emitted(types.void, *[types.intp] * 5, types.boolean, types.boolean)
@@ -444,7 +451,7 @@ def _quantize_blocks(builder, rows, start, target, is_halved, has_power):
     def sums(values):
         return simd.first_lanes(builder, simd.fold_rows(builder, values, builder.add), lanes)
 
-    scales, inverses = _block_scale(builder, _largest_of_rows(builder, rows, lanes), has_power)
+    scales, inverses, begin, factor = _block_scale(builder, _largest_of_rows(builder, rows, lanes), has_power)
     _store_each(builder, builder.bitcast(scales, simd.vector(I32, lanes)), height, behind[0])
     whole = []
     for r, halves in enumerate(rows):
@@ -456,11 +463,11 @@ def _quantize_blocks(builder, rows, start, target, is_halved, has_power):
         with by_halves:
             for half, place in enumerate(behind[1:]):
                 total = sums([each[half] for each in whole])
-                _store_each(builder, builder.mul(total, start), height, place)
+                _store_each(builder, builder.add(builder.mul(total, start), begin), height, place)
         with at_once:
             total = sums([builder.add(*each) for each in whole])
-            _store_each(builder, builder.mul(total, start), height, behind[1])
-            below = builder.fneg(builder.sitofp(total, simd.vector(F32, lanes)))
+            _store_each(builder, builder.add(builder.mul(total, start), begin), height, behind[1])
+            below = builder.fmul(builder.fneg(builder.sitofp(total, simd.vector(F32, lanes))), factor)
             _store_each(builder, builder.bitcast(below, total.type), height, behind[2])
 
 

@@ -20,12 +20,21 @@ from numba.core import cgutils, types
 from numba_kernels.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.gemm import e4m3_tile
 from numba_kernels.cpu.gemm.block_numbers import PART, is_signed, places_of_unit, scales_of, weights_of
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS, add_bytes, joined, short_words_of, start_of
+from numba_kernels.cpu.gemm.block_tile import (
+    X_ROW_WORDS,
+    X_WORDS,
+    add_bytes,
+    add_terms,
+    joined,
+    number_of,
+    short_words_of,
+    start_word_of,
+)
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.emitted import emitted
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64, i64
 from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
-from numba_kernels.cpu.target import HAS_ADDERS, LANES
+from numba_kernels.cpu.target import LANES
 
 PREFIX = "unpacked "
 """The tile's name of blocks in the buffer, before their own name."""
@@ -153,30 +162,27 @@ class UnpackedSums:
         group_bytes = X_WORDS * _words_a_word(block) * _VECTOR_BYTES
         first = simd.offset(builder, vector_at, _first_word(block) * _VECTOR_BYTES)
         first = builder.add(first, builder.mul(group, i64(group_bytes)))
-        sums = {}
+        terms = {(r, part): [] for r in rows for part in _PARTS}
         for half in range(halves):
             wholes = self._integers(builder, first, x_at, rows, half * words, words)
-            scales = table(0, half)
+            scales, start = table(0, half), start_word_of(block, half)
             for (r, part), whole in wholes.items():
-                if start_of(block):
-                    whole = builder.add(whole, row(behind + 1 + half, r, I32))
-                number = builder.sitofp(whole, _FLOATS)
-                if half:
-                    sums[r, part] = simd.fma(builder, number, scales[part], sums[r, part])
-                else:
-                    sums[r, part] = builder.fmul(number, scales[part])
+                if start is not None:
+                    whole = builder.add(whole, row(behind - X_WORDS + start, r, I32))
+                number = number_of(builder, block, whole, row(behind, r, F32))
+                terms[r, part].append((number, scales[part]))
         for half in range(halves if block.minimum else 0):
             minima = table(1, half)
-            for (r, part), value in sums.items():
+            for r, part in terms:
                 if halves > 1:
-                    below = builder.sitofp(row(behind + 1 + half, r, I32), _FLOATS)
+                    below = number_of(builder, block, row(behind + 1 + half, r, I32), row(behind, r, F32))
                 else:
                     below = row(behind + 2, r, F32)
-                sums[r, part] = simd.fma(builder, below, minima[part], value)
-        for (r, part), value in sums.items():
+                terms[r, part].append((below, minima[part]))
+        for (r, part), each in terms.items():
             at = simd.offset(builder, self.memory, (v * self.height + r) * _VECTOR_BYTES + part * PART * 4)
             total = simd.load(builder, at, _FLOATS, 4)
-            simd.store(builder, simd.fma(builder, value, row(behind, r, F32), total), at)
+            simd.store(builder, add_terms(builder, block, total, each, row(behind, r, F32)), at)
 
     def _integers(self, builder, first, x_at, rows, start, words):
         """The sums of products with so many words of x from ``start`` on, by row and part."""
@@ -217,8 +223,7 @@ class UnpackedSums:
 
 
 class WideSums(UnpackedSums):
-    """The same by vpdpbusd: all rows and all vectors of columns at once, with sums and totals in registers. Scales of x
-    that are powers of two are multiplied without the units of products (`HAS_ADDERS`), to the same bits. The next
+    """The same by vpdpbusd: all rows and all vectors of columns at once, with sums and totals in registers. The next
     tile's rows of x are prefetched: a tile's part of them is too short for hardware to do so."""
 
     def open(self, builder):
@@ -263,22 +268,19 @@ class WideSums(UnpackedSums):
             for v in range(self.vectors):
                 scales, minima = table(0, v), table(1, v) if block.minimum else []
                 for r in rows:
-                    value = None
-                    for half, scale in enumerate(scales):
-                        number = builder.sitofp(wholes[half, r, v], _FLOATS)
-                        value = simd.fma(builder, number, scale, value) if half else builder.fmul(number, scale)
+                    scale_of_x = row(X_WORDS, r, F32)
+                    terms = [
+                        (number_of(builder, block, wholes[half, r, v], scale_of_x), scale)
+                        for half, scale in enumerate(scales)
+                    ]
                     for half, minimum in enumerate(minima):
                         if halves > 1:
-                            below = builder.sitofp(row(X_WORDS + 1 + half, r, I32), _FLOATS)
+                            below = number_of(builder, block, row(X_WORDS + 1 + half, r, I32), scale_of_x)
                         else:
                             below = row(X_WORDS + 2, r, F32)
-                        value = simd.fma(builder, below, minimum, value)
-                    total, scale_of_x = builder.load(self.registers[r, v]), row(X_WORDS, r, F32)
-                    if block.has_power_scales and HAS_ADDERS:
-                        total = builder.fadd(total, simd.times_power(builder, value, scale_of_x))
-                    else:
-                        total = simd.fma(builder, value, scale_of_x, total)
-                    builder.store(total, self.registers[r, v])
+                        terms.append((below, minimum))
+                    register = self.registers[r, v]
+                    builder.store(add_terms(builder, block, builder.load(register), terms, scale_of_x), register)
 
     def _wide_integers(self, builder, first, vector_bytes, x_at, rows, halves):
         """The integer sums of a group of x, by half, row and vector: of these rows. Two halves take turns, so that an
@@ -286,9 +288,9 @@ class WideSums(UnpackedSums):
         words, is_ordered, sums = X_WORDS // halves, halves > 1, {}
         for half in range(halves):
             for r in rows:
-                start = ir.Constant(_WORDS, [0] * LANES)
-                if start_of(self.block):
-                    place = simd.offset(builder, x_at, ((X_WORDS + 1 + half) * self.height + r) * 4)
+                start, word = ir.Constant(_WORDS, [0] * LANES), start_word_of(self.block, half)
+                if word is not None:
+                    place = simd.offset(builder, x_at, (word * self.height + r) * 4)
                     start = simd.splat(builder, simd.load(builder, place, I32, 4))
                 sums |= {(half, r, v): start for v in range(self.vectors)}
         for half, word in [(half, half * words + word) for word in range(words) for half in range(halves)]:

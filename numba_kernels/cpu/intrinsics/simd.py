@@ -115,15 +115,6 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
     return call(builder, f"llvm.fmuladd.{_suffix(a.type)}", a.type, [a, b, c])
 
 
-def times_power(builder: ir.IRBuilder, values: ir.Value, power: ir.Value) -> ir.Value:
-    """``values`` times a power of two, 0, NaN or infinity, on AVX-512 without a multiplication."""
-    mask, here = ir.Constant(ir.IntType(LANES), -1), ir.Constant(I32, 4)
-    kind = vector(F32)
-    nothing = ir.Constant(kind, ir.Undefined)
-    exponents = call(builder, "llvm.x86.avx512.mask.getexp.ps.512", kind, [power, nothing, mask, here])
-    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", kind, [values, exponents, nothing, mask, here])
-
-
 def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """The larger of each pair; ``b`` where either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)

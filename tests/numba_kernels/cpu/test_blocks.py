@@ -140,7 +140,7 @@ def test_exact_mode_cuts_k_into_segments(name: str) -> None:
     np.testing.assert_array_equal(ops.linear(tensor(x[4:5]), packed).numpy(), out[4:5])
 
 
-@pytest.mark.parametrize(("rows", "value"), [(3, np.nan), (35, np.nan), (35, -np.inf)])
+@pytest.mark.parametrize(("rows", "value"), [(3, np.nan), (35, np.nan), (35, -np.inf), (3, 1e34), (35, 1e34)])
 def test_activations_that_are_not_finite_stay_in_their_rows(rows: int, value: float) -> None:
     weight, floats = blocks(np.random.default_rng(7), "Q4_K", 20, 256)
     x = normal(np.random.default_rng(8), (rows, 256))
