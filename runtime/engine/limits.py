@@ -35,8 +35,18 @@ one, with 1 M weights and with 600 M; other streams stall for a quarter of the t
 USUAL_WINDOWS, USUAL_WINDOW = 4, 1024
 """Memory is split over pools for sequences as long as this many windows (of the longest, or of this length)."""
 
-TOKENS_BESIDE_STATES = 5
-"""The least bytes of pages of tokens beside each byte of recurrent states, but for those of the longest sequence."""
+USUAL_PROMPT = 8192
+"""Memory is split for prompts of this many tokens, each with a recurrent state, within `BYTES_BESIDE_STATES`."""
+
+BYTES_BESIDE_STATES = 3, 5
+"""The least and the most bytes of keys and values beside each byte of recurrent states: states take a sixth, and up to
+a quarter where a state takes the bytes of many tokens."""
+
+
+def tokens_beside_state(state_tokens: float) -> float:
+    """How many cached tokens are planned for each cached state that takes the bytes of ``state_tokens``."""
+    least, most = BYTES_BESIDE_STATES
+    return min(max(least * state_tokens, USUAL_PROMPT), most * state_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +114,7 @@ def resolve(
 
     One budget, of bytes or of ``config.num_blocks``, is split over the pools: each has the blocks of the longest
     sequence and of a state that the prefix cache keeps, and the rest has as many sequences of a usual length as fit
-    (`USUAL_WINDOWS`, `TOKENS_BESIDE_STATES`).
+    (`USUAL_WINDOWS`, `tokens_beside_state`).
 
     ``whole_tokens`` counts those of an image that one step computes, beside the decodes of all other sequences; None
     means that images may be cut. ``draft_bytes_per_block`` is the size of a draft model's block beside each block.
@@ -171,7 +181,7 @@ def resolve(
     if config.num_blocks is None and states and (token_pools := set(pools) - states):
         of_states = sum(blocks_for(1)[pool] * full_bytes[pool] for pool in states)
         a_page = sum(blocks_for(1)[pool] * full_bytes[pool] for pool in token_pools)
-        usual = max(usual, TOKENS_BESIDE_STATES * of_states // a_page * block_size)
+        usual = max(usual, round(tokens_beside_state(of_states / a_page * block_size)))
     pool_sizes = _split(budget, costs, longest(max_model_len), blocks_for(usual), most)
     num_blocks, num_bytes = sum(pool_sizes), _product(pool_sizes, full_bytes)
     if num_bytes > available_bytes:

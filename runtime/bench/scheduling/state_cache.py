@@ -22,7 +22,7 @@ from runtime.bench.environment import describe_machine
 from runtime.bench.load.traces import Trace, numbered
 from runtime.bench.metrics import BenchmarkError
 from runtime.engine.admission import turn_starts
-from runtime.engine.limits import TOKENS_BESIDE_STATES, EngineLimits
+from runtime.engine.limits import EngineLimits, tokens_beside_state
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import pool_of
 from runtime.engine.scheduling.scheduler import Scheduler
@@ -40,6 +40,12 @@ class Hybrid:
     token_bytes: int
     state_bytes: int
 
+    @property
+    def state_share(self) -> float:
+        """The share of states that an engine takes."""
+        state_tokens = self.state_bytes / self.token_bytes
+        return state_tokens / (state_tokens + tokens_beside_state(state_tokens))
+
 
 def _qwen3_5(num_layers: int, kv_heads: int, value_heads: int) -> Hybrid:
     """Three of four layers have a state of 128 x 128 a value head, and a convolution of four taps in bfloat16."""
@@ -56,9 +62,6 @@ HYBRIDS = {
     "qwen3.5-35b-a3b": _qwen3_5(40, 2, 32),
 }
 
-STATE_SHARE = 1 / (1 + TOKENS_BESIDE_STATES)
-"""The share of states that an engine takes."""
-
 CONVERSATION_PAGE = 16
 """Tokens of a page, for a conversation."""
 
@@ -71,7 +74,7 @@ def bench_state_cache(
     models: Sequence[str] = tuple(HYBRIDS),
     budgets: Sequence[float] = (0.05, 0.2, 1.0),
     *,
-    state_share: float = STATE_SHARE,
+    state_share: float | None = None,
     max_num_seqs: int = 16,
     report_progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def bench_conversation(
     models: Sequence[str] = tuple(HYBRIDS),
     budgets: Sequence[float] = (2.0,),
     *,
-    state_share: float = STATE_SHARE,
+    state_share: float | None = None,
     report_progress: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """The same of one conversation: each message of the assistant answers a prompt of those before it. Raises
@@ -151,14 +154,14 @@ class _Served:
 
 
 def _compare(
-    served: _Served, models: Sequence[str], budgets: Sequence[float], state_share: float,
+    served: _Served, models: Sequence[str], budgets: Sequence[float], state_share: float | None,
     report_progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     if unknown := [name for name in models if name not in HYBRIDS]:
         raise BenchmarkError(f"models: {unknown[0]!r}, must be some of {', '.join(HYBRIDS)}")
     if wrong := [budget for budget in budgets if not 0 < budget < math.inf]:
         raise BenchmarkError(f"budgets: {wrong[0]}, must be above 0")
-    if not 0 < state_share < 1:
+    if state_share is not None and not 0 < state_share < 1:
         raise BenchmarkError(f"state_share is {state_share}, must be above 0 and below 1")
     rows: list[dict[str, Any]] = []
     for budget in budgets:
@@ -169,7 +172,7 @@ def _compare(
         for name in models:
             hybrid = HYBRIDS[name]
             pages_a_state = hybrid.state_bytes / (hybrid.token_bytes * served.page)
-            num_states = int(state_share * num_pages / pages_a_state)
+            num_states = int((state_share or hybrid.state_share) * num_pages / pages_a_state)
             sizes = (num_pages - round(num_states * pages_a_state), num_states)
             found = _hits(served, (FULL, State()), sizes)
             rows.append(
