@@ -234,9 +234,9 @@ def text_attention(
     position_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `ops.text_attention`."""
-    tokens, rows = qkv.shape[0], _texts.group_rows(head_dim)
-    plan = _attention_plan(batch, group, tokens, rows, block_size, "text_attention")
-    result = new((tokens, num_heads * head_dim))
+    rows = 256 if num_workers() <= 8 else 64  # of a group, which turns its text's keys; many threads need many groups
+    plan = _attention_plan(batch, group, qkv.shape[0], rows, block_size, "text_attention")
+    result = new((qkv.shape[0], num_heads * head_dim))
     if plan is None:
         return result
     if current() is None and not np.array_equal(np.diff(batch.query_start.array), batch.seq_lens.array):

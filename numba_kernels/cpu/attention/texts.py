@@ -14,7 +14,7 @@ import functools
 import numpy as np
 from numba import carray
 
-from numba_kernels.cpu.attention.kernel import add_bias, clear, find_sequence, group_rows, height_of, hold
+from numba_kernels.cpu.attention.kernel import add_bias, clear, find_sequence, height_of, hold
 from numba_kernels.cpu.attention.pair_tile import pair_rows, pair_values, score_pairs, value_pairs
 from numba_kernels.cpu.attention.text_tile import (
     scale_queries,
@@ -28,8 +28,6 @@ from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, int32_at, new_lines
 from numba_kernels.cpu.target import LANES
-
-__all__ = ["group_rows", "takes", "text_attention_kernel"]
 
 FIELDS = Fields(
     "*qkv *query_start *group_starts *position_bias *out num_seqs heads head_dim group_tokens heads_a_work_item "
