@@ -274,6 +274,8 @@ class _Output:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if path.exists() and not path.is_file():  # it is read, and /dev/full has no end
+            raise BatchFileError(f"{path} is no file", param="output_file")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:

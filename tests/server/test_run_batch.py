@@ -116,6 +116,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     assert (tmp_path / "in").read_text(encoding="utf-8") == line(0)
     with pytest.raises(BatchFileError, match="cannot be written"):
         run(tmp_path / "in", tmp_path / "no" / "out")
+    os.mkfifo(tmp_path / "pipe")
+    for target in (tmp_path / "pipe", Path("/dev/full"), tmp_path):
+        with pytest.raises(BatchFileError, match="is no file"):
+            run(tmp_path / "in", target)
 
 
 def test_an_engine_that_stays_away_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
