@@ -26,11 +26,11 @@ MOST_LINES = {
     "runtime/llm": 1_983,
     "runtime/parallel": 2_876,
     "runtime/images": 937,
-    "runtime/commands": 3_097,
+    "runtime/commands": 3_114,
     "runtime/bench": 12_225,
     "runtime": 3_784,
     "models": 20_511,
-    "server": 23_617,
+    "server": 23_619,
     "tokenizer": 7_628,
     "tools": 20_480,
 }

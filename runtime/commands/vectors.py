@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -43,7 +46,7 @@ def embed(
         raise typer.BadParameter(f"{file} has no text")
     if output is not None and output.suffix != ".npy":
         raise typer.BadParameter(f"--output {output}: its name must end in .npy")
-    with _llm.LLM(**llm_options.arguments()) as llm:
+    with nullcontext() if output is None else _whole(output) as whole, _llm.LLM(**llm_options.arguments()) as llm:
         collector.resume()
         are_texts = all(isinstance(each, str) for each in prompts)
         found = llm.embed(
@@ -51,13 +54,27 @@ def embed(
             truncate_prompt_tokens=-1 if truncate and are_texts else None,
         )  # fmt: skip
         vectors = [each.outputs.embedding for each in found]
-    if output is None:
-        for vector in vectors:
-            print(json.dumps(vector))
-        return
-    array = _numpy.array(vectors, _numpy.float32)
-    _numpy.save(output, array)
+        if whole is None:
+            for vector in vectors:
+                print(json.dumps(vector))
+            return
+        array = _numpy.array(vectors, _numpy.float32)
+        _numpy.save(content := io.BytesIO(), array)
+        whole.write(content.getbuffer())
     print(f"{output}: {array.shape[0]} vectors of {array.shape[1]} numbers")
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the path's place once it is whole. It is made at once, so that a path that cannot be written
+    is told before any text is read."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def rank(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +38,24 @@ def test_embed(tmp_path: Path, texts: Path) -> None:
     np.testing.assert_allclose(np.load(output), theirs, atol=1e-5)
     lines = [json.loads(line) for line in run("embed", texts, "--model", folder, "--dimensions", 5).splitlines()]
     assert [len(line) for line in lines] == [5] * len(LINES)
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out before a model is loaded; a file that was there stays, and none is left half."""
+    result = CliRunner().invoke(app, ["embed", str(texts), "--model", "/none", "-o", str(tmp_path / "no" / "a.npy")])
+    assert (result.exit_code, "a.npy.part: No such file" in result.output) == (1, True)
+    output = tmp_path / "a.npy"
+    output.write_bytes(b"before")
+
+    def full(file: io.BytesIO, array: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", full)
+    folder = write_layout(tmp_path / "model", "mean")
+    result = CliRunner().invoke(app, ["embed", str(texts), "--model", str(folder), "-o", str(output)])
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "xserv: error: No space left on device")
+    assert output.read_bytes() == b"before"
+    assert not [*tmp_path.glob("*.part")]
 
 
 def test_rank(tmp_path: Path, texts: Path) -> None:
