@@ -84,6 +84,8 @@ def test_published_hybrids_hit_as_attention_does() -> None:
     attention, *hybrids = report["results"]
     assert [each["model"] for each in hybrids] == list(HYBRIDS)
     assert attention["hit_tokens"] > 200_000
+    for found in report["results"]:
+        assert found["queried_tokens"] == found["hit_tokens"] + sum(found["missed_tokens"].values())
     for found in hybrids:
         assert found["hits_of_attention"] >= 0.95
         assert found["state_bytes_share"] <= 0.25
