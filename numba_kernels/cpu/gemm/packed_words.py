@@ -422,14 +422,12 @@ def quantize_block(builder, source, target, start, is_halved, has_power):
     start = builder.trunc(start, I32)
     with builder.if_else(is_halved) as (by_halves, at_once):
         with by_halves:
-            for half, place in zip(sums, behind[1:]):
-                total = builder.mul(simd.fold(builder, half, builder.add), start)
-                simd.store(builder, builder.add(total, begin), place)
+            for half, at in zip(sums, behind[1:]):
+                simd.store(builder, builder.add(builder.mul(simd.fold(builder, half, builder.add), start), begin), at)
         with at_once:
             total = simd.fold(builder, builder.add(*sums), builder.add)
             simd.store(builder, builder.add(builder.mul(total, start), begin), behind[1])
-            below = builder.fneg(builder.sitofp(total, F32))
-            simd.store(builder, builder.fmul(below, factor), behind[2])
+            simd.store(builder, builder.fmul(builder.fneg(builder.sitofp(total, F32)), factor), behind[2])
 
 
 @emitted(types.void, *[types.intp] * 5, types.boolean, types.boolean)

@@ -180,17 +180,19 @@ def latent_attention_kernel(stored: type) -> Kernel:
                 maxima[i], sums[i] = np.float32(-np.inf), np.float32(0.0)
             for chunk in range(start, stop, CHUNK_TOKENS):
                 chunk_tokens = min(CHUNK_TOKENS, stop - chunk)
+                entry, inside = chunk // a.block_size, chunk % a.block_size
                 for half in range(2 * _HALVES):  # of this chunk and of the next one
-                    token = chunk + half * HALF_TOKENS
                     place = np.int64(0)
-                    if token < last_key:
-                        block = np.int64(table[token // a.block_size])
+                    if chunk + half * HALF_TOKENS < last_key:
+                        block = np.int64(table[entry])
                         if block < 0 or block >= a.num_blocks:
                             a.status = BAD_BLOCK
                             return
-                        row = block * a.block_size + token % a.block_size
-                        place = a.pages + row * a.row_stride * itemsize
+                        place = a.pages + (block * a.block_size + inside) * a.row_stride * itemsize
                     tables[2 * _HALVES + half] = place
+                    inside += HALF_TOKENS
+                    if inside == a.block_size:
+                        entry, inside = entry + 1, 0
                     if half >= _HALVES:
                         continue
                     if is_widened and place != 0:

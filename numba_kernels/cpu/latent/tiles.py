@@ -401,14 +401,14 @@ def latent_values(builder, pairs, weights, rows, row_bytes, tokens, factors, is_
             for place, register in zip(line, registers):
                 simd.store(builder, builder.load(register), place)
 
-    def emit(first, height):
-        most = _VALUE_VECTORS if _IS_WIDE or pairs else 1
-        whole = builder.udiv(columns, _constant(most * LANES))
-        with cgutils.for_range(builder, whole, intp=I64) as loop:
-            unit(first, height, builder.mul(loop.index, _constant(most * LANES)), most, None)
-        done = builder.mul(whole, _constant(most * LANES))
-        with cgutils.for_range_slice(builder, done, columns, _constant(LANES), intp=I64) as (start, _):
-            mask = simd.lanes_below(builder, 0, builder.sub(columns, start))
-            unit(first, height, start, 1, mask)
+    def all_fours(start, count, mask):
+        """A unit of columns with all fours, which find it in the first-level cache."""
+        _for_each_height(builder, fours, _VALUE_FOURS, lambda first, height: unit(first, height, start, count, mask))
 
-    _for_each_height(builder, fours, _VALUE_FOURS, emit)
+    most = _VALUE_VECTORS if _IS_WIDE or pairs else 1
+    whole = builder.udiv(columns, _constant(most * LANES))
+    with cgutils.for_range(builder, whole, intp=I64) as loop:
+        all_fours(builder.mul(loop.index, _constant(most * LANES)), most, None)
+    done = builder.mul(whole, _constant(most * LANES))
+    with cgutils.for_range_slice(builder, done, columns, _constant(LANES), intp=I64) as (start, _):
+        all_fours(start, 1, simd.lanes_below(builder, 0, builder.sub(columns, start)))

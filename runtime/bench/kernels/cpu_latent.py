@@ -2,6 +2,7 @@
 
 A row of pages is read once and meets every head twice, so that a step cannot take less than the longer of reading all
 rows and of 2 x heads x (width + value_dim) operations a row, at the rate of the unit that multiplies rows of this type.
+A replay has the layers of a step, each with pages of its own, so that rows come from memory.
 Work and limits are one thread's, by its processor time. Everything timed has just been compared with numpy in float64.
 """
 
@@ -30,7 +31,7 @@ HEADS = (16, 20, 64, 128)  # of DeepSeek-V2-Lite, GLM-4.7-Flash, Kimi K2, DeepSe
 SHAPES = ((1, 1024), (1, 8192), (8, 1024), (8, 4096))  # sequences, tokens of each
 WIDTH, VALUE_DIM, BLOCK_SIZE, SCALE = 576, 512, 16, 0.05
 MOST_ERROR = {"float32": 1e-4, "bfloat16": 2e-2}
-_LAYERS = 4  # of one recording: what launches cost is shared out
+_MOST_LAYERS, _PAGE_BYTES = 27, 128 << 20  # DeepSeek-V2-Lite's layers; more pages than these are enough
 
 
 class Case:
@@ -40,11 +41,14 @@ class Case:
         rng = np.random.default_rng(0)
         self.dtype, self.heads, self.seqs, self.length = dtype, heads, seqs, length
         blocks = -(-length // BLOCK_SIZE)
-        spec = KVCacheSpec.uniform(1, 1, WIDTH, BLOCK_SIZE, DType.parse(dtype), latent_values=VALUE_DIM)
+        self.layers = min(_MOST_LAYERS, -(-_PAGE_BYTES // self.read_bytes))
+        spec = KVCacheSpec.uniform(self.layers, 1, WIDTH, BLOCK_SIZE, DType.parse(dtype), latent_values=VALUE_DIM)
         self.cache = KVCache(spec, seqs * blocks)
-        (self.pages,) = self.cache.layer(0)
+        self.pages = [pages for layer in range(self.layers) for pages in self.cache.layer(layer)]
         drawn = rng.standard_normal(4_194_301).astype(np.float32)  # a prime: rows differ
-        self.pages.array[...] = np.resize(Tensor.from_numpy(drawn).to(DType.parse(dtype)).array, self.pages.array.shape)
+        numbers = Tensor.from_numpy(drawn).to(DType.parse(dtype)).array
+        for pages in self.pages:
+            pages.array[...] = np.resize(numbers, pages.array.shape)
         self.table = rng.permutation(seqs * blocks).astype(np.int32).reshape(seqs, blocks)
         self.q = rng.standard_normal((seqs, heads, WIDTH)).astype(np.float32)
         self.queries = Tensor.from_numpy(self.q)
@@ -61,7 +65,7 @@ class Case:
 
     @property
     def read_bytes(self) -> int:
-        """The bytes of all rows."""
+        """The bytes of all rows of a layer."""
         return self.seqs * self.length * WIDTH * DType.parse(self.dtype).itemsize
 
     def batch(self) -> Batch:
@@ -73,24 +77,24 @@ class Case:
             (Tensor.from_numpy(self.table),), nothing, max_query_len=1, max_seq_len=self.length,
         )  # fmt: skip
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, layer: int) -> Tensor:
         """[seqs, heads * VALUE_DIM]"""
-        return ops.latent_attention(self.queries, self.pages, batch, 0, scale=SCALE, value_dim=VALUE_DIM)
+        return ops.latent_attention(self.queries, self.pages[layer], batch, 0, scale=SCALE, value_dim=VALUE_DIM)
 
     def recording(self) -> Recording:
-        """Some layers' work, recorded as a decode step is."""
+        """All layers' work, recorded as a decode step is."""
         batch = self.batch()
         with record(Arena()) as recording:
-            for _ in range(_LAYERS):
-                self.run(batch)
+            for layer in range(self.layers):
+                self.run(batch, layer)
         return recording
 
     def verify(self) -> float:
         """The largest error of the first and the last sequence, as a share of the largest number. Raises
         BenchmarkError if it is too large, or NaN."""
-        found, most = self.run(self.batch()).numpy().reshape(self.seqs, self.heads, VALUE_DIM), 0.0
+        found, most = self.run(self.batch(), 0).numpy().reshape(self.seqs, self.heads, VALUE_DIM), 0.0
         for seq in {0, self.seqs - 1}:
-            rows = self.pages.to(float32).array[self.table[seq]].reshape(-1, WIDTH)[: self.length].astype(np.float64)
+            rows = self.pages[0].to(float32).array[self.table[seq]].reshape(-1, WIDTH)[: self.length].astype(np.float64)
             expected = _attended(self.q[seq].astype(np.float64), rows)
             error = float(np.abs(found[seq] - expected).max() / np.abs(expected).max())
             if not error <= MOST_ERROR[self.dtype]:
@@ -130,11 +134,11 @@ def bench_latent(
             "operations": rates[case.unit],
         }  # fmt: skip
         found = medians(works, num_runs)
-        seconds = found["seconds"] / _LAYERS
+        seconds = found["seconds"] / case.layers
         least = max(case.read_bytes / found["read"], case.operations / found["operations"])
         return {
-            "dtype": case.dtype, "heads": case.heads, "sequences": case.seqs, "tokens": case.length, "error": error,
-            "seconds": seconds, "bytes_per_s": case.read_bytes / seconds,
+            "dtype": case.dtype, "heads": case.heads, "sequences": case.seqs, "tokens": case.length,
+            "layers": case.layers, "error": error, "seconds": seconds, "bytes_per_s": case.read_bytes / seconds,
             "operations_per_s": case.operations / seconds, "read_limit": found["read"], "unit": case.unit,
             "operations_limit": found["operations"], "share": least / seconds,
         }  # fmt: skip
