@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 43_587,
+    "numba_kernels": 43_690,
     "runtime/emulator": 16_989,
     "runtime/device": 3_904,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_623,
+    "runtime/backends": 3_626,
     "runtime/linear": 3_469,
     "runtime/kv": 1_931,
     "runtime/engine": 29_120,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_511,
     "server": 23_619,
     "tokenizer": 7_628,
-    "tools": 20_480,
+    "tools": 20_487,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

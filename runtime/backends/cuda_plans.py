@@ -32,7 +32,10 @@ _plan_down = remembered(gather.plan_down)
 _plan_gate_up = remembered(gather.plan_gate_up)
 _plan_packed_down = remembered(packed_gather.plan_down)
 _plan_packed_gate_up = remembered(packed_gather.plan_gate_up)
-_ADAPTED = {"gemv_": gemm.gemv, "gemm_quantised_gemv_": gemm.quantised_gemv, "gemm_skinny_": gemm.skinny}
+_ADAPTED = {
+    "gemv_": gemm.gemv, "gemm_quantised_gemv_": gemm.quantised_gemv, "gemm_hopper_few_": gemm.hopper_few,
+    "gemm_skinny_": gemm.skinny,
+}  # fmt: skip
 """Tiers that may take adapters, by how their kernels' names start."""
 _GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
 NEVER_ROUNDED = 16

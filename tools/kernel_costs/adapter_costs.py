@@ -7,8 +7,8 @@ add to each product
 
 - their own bytes, `down` and `up` of each adapter in the batch;
 - for many rows the end of a block: reads that wait for each other, together as long as one of device memory under load,
-  and the instructions that expand. Blocks of packed weights that run one after another have an end each; those of
-  16-bit weights end while others stream. For one row another warp expands meanwhile (its instructions are not counted);
+  and the instructions that expand. Blocks of packed weights that run one after another have an end each; for
+  16-bit weights and for one row other warps expand meanwhile (their instructions are not counted);
 - what shrinking (and expanding for one row) takes beyond a block's first tile, whose end waits for it: rings are full
   when the previous grid ends, so the weight's stream stands still meanwhile. Where not all blocks run at once, the time
   of the multiprocessors that shrink is added. Reads wait for each other, each as long as one of device memory under
@@ -86,7 +86,8 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         tiers_s += max(0.0, own_s - usual_s)
         bytes_s += own_bytes / READ_BYTES
         beside = MULTIPROCESSORS * (2 if launch.specialisation.min_blocks > 1 else 1)
-        rounds = 0 if launch.team_warps else 1 if weights == "bf16" else -(-launch.grid[0] // beside)
+        is_beside = launch.team_warps or tier == "hopper_few"  # other warps expand
+        rounds = 0 if is_beside else 1 if weights == "bf16" else -(-launch.grid[0] // beside)
         expanding_s, has_ends = 0.0, tier == "skinny" and weights != "bf16"
         if tier == "skinny":
             expanding_s = launch.block[1] * launch.block[2] * EXPANDING * (2 if gate else 1) / ISSUES_A_SECOND
@@ -107,7 +108,7 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
 
 def _tier(product: Product, machine: Machine) -> str:
     """The tier that takes the adapters."""
-    names = "gemv", "quantised_gemv", "skinny"
+    names = "gemv", "quantised_gemv", "hopper_few", "skinny"
     return next(name for name in names if gemm.TIERS[name].can_take_adapters(product, machine))
 
 
@@ -117,23 +118,34 @@ def _seconds(product: Product, machine: Machine, tier: str) -> float:
     both = Product(product.m, product.weight_rows, product.k, product.x, product.weight, product.out)
     if tier == "skinny":
         modelled = gemm.skinny.seconds_with_adapters(product, machine)
+    elif (chosen := tier or gemm.choose(both, machine)) == "hopper_few":
+        modelled = gemm.hopper_few.stream_s(both, machine)
     else:
-        modelled = gemm.TIERS[tier or gemm.choose(both, machine)].seconds(both, machine)
+        modelled = gemm.TIERS[chosen].seconds(both, machine)
     return max(least, modelled)
 
 
 def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> float:
     """How long the block that shrinks most takes, and for one row the warps that wait for it."""
-    is_tiled = launch.specialisation.name.startswith("gemm_skinny")
+    is_few = launch.specialisation.name.startswith("gemm_hopper_few")
+    is_tiled = is_few or launch.specialisation.name.startswith("gemm_skinny")
     rows = tiles.GROUP if is_tiled else riding.rows_at_once(product.m)
     share = -(-product.m // adapters)
     groups = adapters * -(-share // rows)
     items = groups * -(-parts * RANK // (tiles.RANKS if is_tiled else riding.RANKS))
     warps = launch.block[1] * launch.block[2]
-    elements = 32 * tiles.steps_in_flight(-(-product.m // 16)) if is_tiled else 32 * 8 * (2 if rows == 1 else 1)
+    steps = (
+        gemm.hopper_few.STEPS_IN_FLIGHT[16 if product.m <= 16 else 32]
+        if is_few
+        else tiles.steps_in_flight(-(-product.m // 16))
+    )
+    elements = 32 * steps if is_tiled else 32 * 8 * (2 if rows == 1 else 1)
     rounds = -(-product.k // (warps * elements))
     turns = -(-items // launch.num_shrinking)
-    return (CHAIN + turns * rounds - 1 + (0 if is_tiled else turns - 1)) * LATENCY_S  # a further turn needs an address
+    expanding = 2 if is_few else 0  # reads of warps that expand beside the others, which wait for them
+    return (
+        CHAIN + expanding + turns * rounds - 1 + (0 if is_tiled else turns - 1)
+    ) * LATENCY_S  # a further turn needs an address
 
 
 def _turns(product: Product, launch: Launch, beside: int) -> int:

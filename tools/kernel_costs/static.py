@@ -281,7 +281,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith("gemm_hopper_bytes"):
         return hopper_bytes.shared_bytes_of(constants["weight"])
     if name.startswith("gemm_hopper_few"):
-        return hopper_few.shared_bytes(constants["width"])
+        return hopper_few.Block(constants["width"], takes_adapters=name.endswith("_adapted")).shared_bytes
     if name.startswith("gemm_hopper"):
         tiles = (*hopper.TILES, hopper.NARROW) if packing is None else hopper_packed.TILES
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes

@@ -337,27 +337,37 @@ def leave_counters(counters, is_first_thread, blocks):
         memory.store_b32(counters + uint64(4), uint32(0))
 
 
-def adapted_kernel(shrink: Any, multiply: Any) -> Any:
+def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False) -> Any:
     """The kernel of a product with adapters, of `shrinker`'s function and ``(block, num_blocks, *arguments of the
-    product, riding)``, of a block that multiplies."""
+    product, riding)``, of a block that multiplies. With `in_columns` the grid has a y axis, and blocks of whole columns
+    shrink."""
 
     def adapted(
         x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
         ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges, shrinking, team_warps,
     ):  # fmt: skip
-        block, lane = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        block, lane, columns, height = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), shrinking, uint32(1)
+        if in_columns:
+            height = uint32(cuda.gridDim.y)
+            columns = divide_u32(shrinking, height)
         warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
         riding = (
             x_rows, adapters, downs, ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges,
             shrinking, team_warps,
         )  # fmt: skip
-        if block < shrinking:
-            shrink(block, warp, lane, m, k, eps, riding)
+        if block < columns:
+            item = block
+            if in_columns:
+                item = uint32(block * height + uint32(cuda.blockIdx.y))
+            shrink(item, warp, lane, m, k, eps, riding)
         else:
             multiply(
-                uint32(block - shrinking), uint32(uint32(cuda.gridDim.x) - shrinking), x, weight, bias, residual, out,
+                uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns), x, weight, bias, residual, out,
                 m, n, k, bias_is_f32, norm, norm_parts, eps, squares, riding,
             )  # fmt: skip
-        leave_counters(counters, lane == uint32(0) and warp == uint32(0), uint32(cuda.gridDim.x))
+        blocks = uint32(cuda.gridDim.x)
+        if in_columns:
+            blocks = uint32(blocks * height)
+        leave_counters(counters, lane == uint32(0) and warp == uint32(0), blocks)
 
     return cuda.jit(adapted)

@@ -61,7 +61,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 __all__ = [
     "INSTEAD", "NO_SQUARES", "TIERS", "Epilogue", "Machine", "Product", "can_read", "candidates", "choose",
-    "hopper_bytes", "machine_of", "modelled_s", "plan", "specialisations", "w8a8",
+    "hopper_bytes", "hopper_few", "machine_of", "modelled_s", "plan", "specialisations", "w8a8",
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {

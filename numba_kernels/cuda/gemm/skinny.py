@@ -32,7 +32,7 @@ and a part of the streams, reads that part of x alone, and finishes some of the 
 blocks. The streams and the order of their sums are the same, and so are the bits.
 
 Low-rank sums of adapters may ride on the launch (`riding`, `adapters.tiles`), of up to `riding.MAX_ROWS` rows in a
-block. A 16-bit weight of more than 16 rows then has clusters, too.
+block.
 
 Threads: x lanes, y streams, z teams of columns.
 """
@@ -59,9 +59,7 @@ from numba_kernels.cuda.gemm.skinny_shape import (
     SPILLS_ON,
     TILE_BYTES,
     Shape,
-    can_cluster,
     choose,
-    clustered,
     has_clusters,
     seconds_of,
     settler,
@@ -401,11 +399,8 @@ def can_take_adapters(product: Product, machine: Machine) -> bool:
 
 
 def _shape_with_adapters(product: Product, machine: Machine) -> Shape | None:
-    """The fastest of which a block has all rows. Adapters are worth clusters to 16-bit weights of more than 16 rows,
-    too: `hopper`, which multiplies such rows faster than blocks that each read all of x, takes no adapters."""
+    """The fastest of which a block has all rows."""
     able = [shape for shape in shapes(product, machine) if shape.row_blocks(product) == 1]
-    if packing_of(product.weight) is None and product.m > 16 and can_cluster(machine):
-        able += [clustered(product, machine, shape) for shape in able]
     return min(able, key=functools.partial(seconds_of, product, machine), default=None)
 
 
@@ -430,7 +425,7 @@ def plan_shape(product: Product, machine: Machine, shape: Shape, ranks: int = 0)
     a free one and leave others idle: a step of Qwen3-8B with 8 sequences took an H200 6.75 ms so, and 4.84 where no
     kernel starts before the previous one has ended (docs/measurements, 2026-11-26, the evening).
     """
-    is_clustered = has_clusters(product, machine) or shape.num_blocks > 1
+    is_clustered = has_clusters(product, machine)
     num_streams = shape.num_streams // shape.num_blocks
     kernel = _kernel(
         product.x, product.weight, product.out, shape.row_tiles, product.epilogue.activation, is_clustered, ranks > 0

@@ -107,7 +107,7 @@ def test_shapes():
                 assert launch.grid[0] * launch.grid[1] <= 132 * 1.125
     assert hopper_few.shape(32, 4096, 4096, few) == (32, 1, 4)
     for width in hopper_few.STAGES:
-        assert hopper_few.shared_bytes(width) <= HALF_SHARED_BYTES["sm_90a"]
+        assert hopper_few.Block(width).shared_bytes <= HALF_SHARED_BYTES["sm_90a"]
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,14 @@ def test_neighbours_fit_on_a_multiprocessor(model: str, num_seqs: int, has_adapt
     for each, successor in zip(found, [*found[1:], found[0]], strict=True):
         assert each.leaves_room_for(successor, H200), f"{successor} beside {each}"
         assert each.waves == 1
+
+
+@pytest.mark.parametrize("num_seqs", [32, pytest.param(8, marks=exhaustive)])
+def test_products_of_more_sequences_leave_half_too(num_seqs: int) -> None:
+    """Attention of several sequences fills a multiprocessor as they come; 16-bit products do not."""
+    found = [each for each in residencies("qwen3-8b", num_seqs, has_adapters=False) if "gemm" in each.kernel]
+    assert {each.kernel.rsplit("_", 1)[0] for each in found} >= {"gemm_hopper_few_bf16_bf16"}
+    for each in found:
+        assert each.takes_half(H200)
+        assert each.waves == 1
+        assert all(each.leaves_room_for(other, H200) for other in found)

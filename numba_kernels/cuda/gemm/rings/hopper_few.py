@@ -14,6 +14,9 @@ weight comes first, and the product is ``out^T = weight . x^T``:
   the warps that have left and taken sums, so the thread that fills the ring waits for nothing of this;
 - parts of K are equally many stages. Beyond K they are zeros, which no memory is read for.
 
+Low-rank sums of adapters may ride on the launch (`riding`, `adapters.tiles`), of up to `riding.MAX_ROWS` rows: three
+warps more expand a tile's sums while the others multiply it. They take the registers that those can spare.
+
 How K is cut depends on the weight and the device alone, and rows of x never mix: a row has the same bits in any batch
 of 3 to 64 rows.
 """
@@ -23,21 +26,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, types
 
+from numba_kernels.cuda.adapters import riding, tiles
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, stage_advancer
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
-from numba_kernels.cuda.gemm.skinny_shape import BLOCK_WARPS, COLUMNS, MAX_ROWS
+from numba_kernels.cuda.gemm.skinny_shape import COLUMNS, MAX_ROWS
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.math import divide_u32
-from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_named, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import count_b32, shuffle_index_b32, sync_warp
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
 
 uint16, uint32, uint64, float32 = types.uint16, types.uint32, types.uint64, types.float32
@@ -45,8 +50,10 @@ uint16, uint32, uint64, float32 = types.uint16, types.uint32, types.uint64, type
 ARCH = "sm_90a"
 LEAST_ROWS = 3
 BLOCK_ROWS = 128  # of the weight
-WARPS = BLOCK_WARPS  # that multiply
-THREADS = 384  # whole groups of four warps; of the last one a thread loads
+WARPS = 8  # that multiply
+BLOCK_WARPS = 12  # whole groups of four; of the last one a thread loads, and three warps expand
+EXPANDING = 3
+STEPS_IN_FLIGHT = {16: 1, 32: 2}  # of a warp that shrinks: more take too many registers
 STAGES = {16: 6, 32: 5, 64: 3}
 """By rows of x: as many as half of a multiprocessor has room for. Three hold 48 KB of the weight, of which 132
 multiprocessors need 33 KB each for memory's bandwidth at a latency of 1 µs."""
@@ -58,30 +65,47 @@ _MEETING_S, _ENDS_S = 1e-6, 4.5e-6  # of a cluster's blocks; of a launch: estima
 _ROW_BYTES = 2 * BLOCK_K
 
 
-def _stage_bytes(width: int) -> int:
-    return (BLOCK_ROWS + width) * _ROW_BYTES
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The shared memory of a block with `width` rows of x, in order: stages, a tile's sums unless they fit in a stage,
+    sums that adapters add, barriers, scales of rows."""
 
+    width: int
+    takes_adapters: bool = False
 
-def _sums_bytes(width: int) -> int:
-    return width * BLOCK_ROWS * 4
+    @property
+    def num_stages(self) -> int:
+        return STAGES[self.width] - self.takes_adapters
 
+    @property
+    def stage_bytes(self) -> int:
+        return (BLOCK_ROWS + self.width) * _ROW_BYTES
 
-def _holds_stage(width: int) -> bool:
-    """Whether a tile's sums fit in a stage; else they have room of their own."""
-    return _sums_bytes(width) <= _stage_bytes(width)
+    @property
+    def holds_stage(self) -> bool:
+        """Whether a tile's sums lie in its last stage."""
+        return self.width * BLOCK_ROWS * 4 <= self.stage_bytes
 
+    @property
+    def sums_at(self) -> int:
+        return self.num_stages * self.stage_bytes
 
-def _barriers_at(width: int) -> int:
-    return STAGES[width] * _stage_bytes(width) + (0 if _holds_stage(width) else _sums_bytes(width))
+    @property
+    def expanded_at(self) -> int:
+        return self.sums_at + (0 if self.holds_stage else self.width * BLOCK_ROWS * 4)
 
+    @property
+    def barriers_at(self) -> int:
+        expanded_bytes = tiles.expanded_bytes(self.width, BLOCK_ROWS) if self.takes_adapters else 0
+        return self.expanded_at + expanded_bytes
 
-def _scales_at(width: int) -> int:
-    return _barriers_at(width) + 8 * (2 * STAGES[width] + 2)
+    @property
+    def scales_at(self) -> int:
+        return self.barriers_at + 8 * (2 * self.num_stages + 2)
 
-
-def shared_bytes(width: int) -> int:
-    """Dynamic shared memory of a block with so many rows of x: stages, sums, barriers, scales of rows."""
-    return 1024 + _scales_at(width) + 4 * width  # 1024: to begin on such a bound
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + self.scales_at + 4 * self.width  # 1024: to begin on such a bound
 
 
 _flip_of = device_function(lambda row: (row & uint32(6)) << uint32(2))  # lanes t store rows 2 t, of 8 columns each
@@ -89,11 +113,13 @@ _as_it_is = device_function(lambda values, weight, n, k, column: values)
 
 
 @functools.cache
-def _loaders(width: int, *, is_gated: bool) -> tuple[Any, Any]:
+def _loaders(layout: Block, *, is_gated: bool) -> tuple[Any, Any]:
     """Two device functions for one thread: ``(weight, shared, full, row, up, start, end) -> stages``, which fills the
     ring with the first tile's weight, and one that loads a tile, of which so many stages have been asked for. For a
     gated unit the second half of a tile's rows is `up` rows further."""
-    num_stages, size, half_bytes = STAGES[width], _stage_bytes(width), BLOCK_ROWS // 2 * _ROW_BYTES
+    width, num_stages, size, half_bytes = (
+        layout.width, layout.num_stages, layout.stage_bytes, BLOCK_ROWS // 2 * _ROW_BYTES
+    )  # fmt: skip
     load, load_for_all, next_stage = tma.load(2), tma.load(2, is_multicast=True), stage_advancer(num_stages)
 
     @device_function
@@ -137,11 +163,12 @@ def _loaders(width: int, *, is_gated: bool) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _multiplier(dtype: str, width: int) -> Any:
+def _multiplier(dtype: str, layout: Block) -> Any:
     """A device function for a group of warps: a tile's sums, of so many stages, at least one. Lane i of each warp
     arrives at ``empty``, of the i-th of the blocks that share x, when a stage has been read; of the last stage the
     caller does, if it holds the sums meanwhile. Returns that one, too."""
-    num_sums, num_stages, size, holds = width // 2, STAGES[width], _stage_bytes(width), _holds_stage(width)
+    width, num_stages, size, holds = layout.width, layout.num_stages, layout.stage_bytes, layout.holds_stage
+    num_sums = width // 2
     multiply, describe = wgmma.group_multiply(dtype, width, BLOCK_K // 16, 32, 32), wgmma.descriptor(128, 1024)
     wait_but_one, wait_for_all = wgmma.group_wait(1, num_sums), wgmma.group_wait(0, num_sums)
     next_stage = stage_advancer(num_stages)
@@ -191,64 +218,87 @@ def _sums_storer(width: int, *, is_gated: bool) -> Any:
 
 
 @functools.cache
-def kernel(dtype: str, out_dtype: str, width: int, activation: str = "") -> Specialisation:
+def kernel(
+    dtype: str, out_dtype: str, width: int, activation: str = "", takes_adapters: bool = False
+) -> Specialisation:
     """For up to `width` rows. The cluster's x axis shares x, the y axis K, of which the grid has no more."""
-    num_stages, size, holds, is_gated = STAGES[width], _stage_bytes(width), _holds_stage(width), activation != ""
-    barriers_at, scales_at = _barriers_at(width), _scales_at(width)
-    sums_at, num_sums = num_stages * size, width // 2
+    layout, is_gated = Block(width, takes_adapters), activation != ""
+    num_stages, size, holds, sums_at = layout.num_stages, layout.stage_bytes, layout.holds_stage, layout.sums_at
+    barriers_at, scales_at, expanded_at, num_sums = layout.barriers_at, layout.scales_at, layout.expanded_at, width // 2
     columns = BLOCK_ROWS // 2 if is_gated else BLOCK_ROWS  # of the output, a tile
-    ask_ahead, load_tile = _loaders(width, is_gated=is_gated)
-    multiply_tile, store_sums = _multiplier(dtype, width), _sums_storer(width, is_gated=is_gated)
+    num_teams = BLOCK_ROWS // COLUMNS
+    ask_ahead, load_tile = _loaders(layout, is_gated=is_gated)
+    multiply_tile, store_sums = _multiplier(dtype, layout), _sums_storer(width, is_gated=is_gated)
     finish_sums = sums_finisher(
         dtype, out_dtype, _flip_of, width * COLUMNS * 4, (_as_it_is, _as_it_is), activation, has_clusters=True,
-        has_own_rows=True,
+        takes_adapters=takes_adapters, has_own_rows=True,
     )  # fmt: skip
-    leave_scales = scales_leaver(4)
+    leave_scales, expand = scales_leaver(4), tiles.expander(dtype) if takes_adapters else None
+    # A gated unit of 32 rows with adapters has not enough registers in half of a multiprocessor.
+    takes_half = not (takes_adapters and is_gated and width == riding.MAX_ROWS)
+    moves_registers = takes_adapters and takes_half
+    fewer_registers, more_registers = set_registers(64, is_more=False), set_registers(112, is_more=True)
+    expanded_row, num_expanding = BLOCK_ROWS + tiles.PAD, 2 if is_gated else EXPANDING
+    num_givers = WARPS + (num_expanding if takes_adapters else 0)
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def expand_tile(shared, first_column, part, parts, warp, lane, m, n, added):
+        """The block's share of a tile's sums of adapters: its blocks of the y axis take groups of columns in turn."""
+        inside = uint32(0)
+        if first_column < n:
+            inside = minimum_u32(uint32(n - first_column), uint32(columns))
+        count = uint32(uint32(inside + uint32(tiles.TILE - 1)) // uint32(tiles.TILE) + parts - uint32(1) - part)
+        own = (
+            uint32(first_column + part * uint32(tiles.TILE)), uint32(parts * uint32(tiles.TILE)),
+            count >> count_b32(uint32(parts - uint32(1))), n,
+        )  # fmt: skip
+        target = uint32(shared + uint32(expanded_at))
+        if is_gated:  # a warp for the gate, one for up
+            target = uint32(target + warp * uint32(columns * 4))
+            expand(target, uint32(expanded_row), uint32(0), uint32(1), lane, m, own, warp, added)
+        else:
+            expand(target, uint32(expanded_row), warp, uint32(EXPANDING), lane, m, own, uint32(0), added)
+
+    @device_function
+    def multiply_block(
+        column_block, column_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
+        squares, added,
+    ):  # fmt: skip
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
         given = uint32(empty + uint32(8 * num_stages))
         taken, scales = uint32(given + uint32(8)), uint32(shared + uint32(scales_at))
-        thread = uint32(cuda.threadIdx.x)
-        lane, warp = thread & uint32(31), shuffle_index_b32(thread >> uint32(5), uint32(0))  # ptxas sees: one a warp
+        lane, warp = uint32(cuda.threadIdx.x), shuffle_index_b32(uint32(cuda.threadIdx.y), uint32(0))  # one a warp
         part, parts = uint32(cuda.blockIdx.y), uint32(cuda.gridDim.y)
         shares = divide_u32(cluster.size(), parts)
         share = uint32(cluster.rank() - part * shares)
-        column, step = uint32(cuda.blockIdx.x) * uint32(columns), uint32(cuda.gridDim.x) * uint32(columns)
+        first, step = uint32((column_block - share) * uint32(columns)), uint32(column_blocks * uint32(columns))
+        own = uint32(share * uint32(columns))  # the block's tile, from the cluster's first one on
         num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
         num_steps = divide_u32(uint32(num_steps + parts - uint32(1)), parts)
         start = uint32(part * num_steps * uint32(BLOCK_K))
-        end = uint32(start + num_steps * uint32(BLOCK_K))
-        num_asked = uint32(0)
-        if thread == uint32(WARPS * 32):
+        end, num_asked = uint32(start + num_steps * uint32(BLOCK_K)), uint32(0)
+        loads = warp == uint32(WARPS) and lane == uint32(0)
+        if loads:
             tma.prefetch_map(x)
             for stage in range(num_stages):
                 mbarrier.init(uint32(full + uint32(8 * stage)), uint32(1))
                 mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(shares * uint32(WARPS)))
-            mbarrier.init(given, uint32(parts * uint32(WARPS)))
+            mbarrier.init(given, uint32(parts * uint32(num_givers)))
             mbarrier.init(taken, uint32(parts * uint32(WARPS)))
             mbarrier.fence_init()
-            num_asked = ask_ahead(weight, shared, full, column, n, start, end)
+            num_asked = ask_ahead(weight, shared, full, uint32(first + own), n, start, end)
         sync_warp()
         cluster.arrive_relaxed()
         cluster.wait()
 
-        stage = uint32(0)
-        if warp >= uint32(WARPS):
-            if thread == uint32(WARPS * 32):
-                wait_for_previous_grid()
-                launch_dependents()
-                phase = uint32(1)
-                while uint32(column - share * uint32(columns)) < n:  # all blocks that share x, if one has columns
-                    stage, phase = load_tile(
-                        x, weight, shared, full, empty, stage, phase, num_asked, share, shares, part, column, n, start,
-                        end,
-                    )  # fmt: skip
-                    num_asked, column = uint32(0), uint32(column + step)
-            sync_warp()
-        else:
+        peer = uint32(share + shares * (lane & uint32(parts - uint32(1))))
+        given_there, taken_there = cluster.address_in(given, peer), cluster.address_in(taken, peer)
+        stage, turn = uint32(0), uint32(0)
+        if warp < uint32(WARPS):
+            if moves_registers:
+                fewer_registers()
             wait_for_previous_grid()
             row, end_row = divide_u32(m * part, parts), divide_u32(m * (part + uint32(1)), parts)
             leave_scales(
@@ -256,13 +306,10 @@ def kernel(dtype: str, out_dtype: str, width: int, activation: str = "") -> Spec
                 uint32(WARPS), lane,
             )  # fmt: skip
             empty = cluster.address_in(empty, uint32(part * shares + (lane & uint32(shares - uint32(1)))))
-            peer = uint32(share + shares * (lane & uint32(parts - uint32(1))))
-            given_there, taken_there = cluster.address_in(given, peer), cluster.address_in(taken, peer)
             weight_part = uint32(shared + (warp >> uint32(2)) * uint32(BLOCK_ROWS // 2 * _ROW_BYTES))
             x_part = uint32(shared + uint32(BLOCK_ROWS * _ROW_BYTES))
-            sums = cuda.local.array(num_sums, float32)
-            phase, turn = uint32(0), uint32(0)
-            while uint32(column - share * uint32(columns)) < n:
+            sums, phase = cuda.local.array(num_sums, float32), uint32(0)
+            while first < n:
                 stage, phase, last = multiply_tile(
                     sums, weight_part, x_part, full, empty, stage, phase, lane, shares, num_steps
                 )  # fmt: skip
@@ -277,9 +324,10 @@ def kernel(dtype: str, out_dtype: str, width: int, activation: str = "") -> Spec
                     mbarrier.arrive_relaxed(given_there)
                 mbarrier.wait_for_cluster(given, turn)
                 finish_sums(
-                    (target, uint32(1)), scales, (row, end_row), warp, uint32(0), lane, (share, shares, parts), column,
-                    uint32(BLOCK_ROWS // COLUMNS),
-                    (uint64(0), bias, residual, out, n, k, bias_is_f32, squares), (),
+                    (target, uint32(1)), scales, (row, end_row), warp, uint32(0), lane, (share, shares, parts),
+                    uint32(first + own), uint32(num_teams),
+                    (uint64(0), bias, residual, out, n, k, bias_is_f32, squares),
+                    (uint32(shared + uint32(expanded_at)), uint32(expanded_row), uint32(parts - uint32(1))),
                 )  # fmt: skip
                 sync_warp()
                 if lane < parts:
@@ -290,17 +338,53 @@ def kernel(dtype: str, out_dtype: str, width: int, activation: str = "") -> Spec
                     sync_warp()
                     if lane < shares:
                         mbarrier.arrive_read(uint32(empty + last * uint32(8)))
-                column, turn = uint32(column + step), turn ^ uint32(1)
-            sync_warp()
+                first, turn = uint32(first + step), turn ^ uint32(1)
+        else:
+            if moves_registers:
+                more_registers()
+            if loads:
+                wait_for_previous_grid()
+                launch_dependents()
+                phase = uint32(1)
+                while first < n:
+                    stage, phase = load_tile(
+                        x, weight, shared, full, empty, stage, phase, num_asked, share, shares, part,
+                        uint32(first + own), n, start, end,
+                    )  # fmt: skip
+                    num_asked, first = uint32(0), uint32(first + step)
+            elif takes_adapters and warp > uint32(WARPS) and warp <= uint32(WARPS + num_expanding):
+                wait_for_previous_grid()
+                riding.wait_for_shrinking(added)
+                while first < n:
+                    expand_tile(
+                        shared, uint32(first + own), part, parts, uint32(warp - uint32(WARPS + 1)), lane, m, n, added
+                    )
+                    sync_warp()
+                    if lane < parts:
+                        cluster.release_shared()
+                        mbarrier.arrive_relaxed(given_there)
+                    mbarrier.wait(taken, turn)
+                    first, turn = uint32(first + step), turn ^ uint32(1)
+        sync_warp()
         cluster.arrive_relaxed()  # no block exits while others read its sums or arrive at its barriers
         cluster.wait()
 
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        multiply_block(
+            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
+            x_squares, x_parts, eps, squares, (),
+        )  # fmt: skip
+
+    shrink = tiles.shrinker(dtype, BLOCK_WARPS, STEPS_IN_FLIGHT[width]) if takes_adapters else None
     return Specialisation(
-        name=f"gemm_hopper_few_{dtype}_{out_dtype}_{width}{'_' if is_gated else ''}{activation}",
-        kernel=cuda.jit(gemm),
-        argument_types=(TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[2:]),
-        max_threads=THREADS,
-        min_blocks=2,
+        name=f"gemm_hopper_few_{dtype}_{out_dtype}_{width}{'_' if is_gated else ''}{activation}"
+        f"{'_adapted' * takes_adapters}",
+        kernel=riding.adapted_kernel(shrink, multiply_block, in_columns=True) if takes_adapters else cuda.jit(gemm),
+        argument_types=(
+            TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[2:], *(riding.ARGUMENT_TYPES if takes_adapters else ())
+        ),
+        max_threads=BLOCK_WARPS * 32,
+        min_blocks=2 if takes_half else 1,
         min_capability=90,
         needs_arch_features=True,
         constants={
@@ -362,18 +446,25 @@ def seconds(product: Product, machine: Machine) -> float:
     return 0.0 if product.m >= LEAST_ROWS else math.inf
 
 
+def stream_s(product: Product, machine: Machine) -> float:
+    """Seconds of the bytes, by the cache and by what the multiprocessors can read of the memory."""
+    _, _, parts = shape(product.m, product.weight_rows, product.k, machine)
+    read = cache_reads(product, machine) / machine.cache_bytes
+    return max(read, _seconds_of(parts, _tiles(product), product.k, machine))
+
+
 def modelled_s(product: Product, machine: Machine) -> float:
     """Seconds, for comparisons outside the tiers."""
-    _, _, parts = shape(product.m, product.weight_rows, product.k, machine)
-    read = max(
-        product.weight_bytes / machine.sustained_bytes, cache_reads(product, machine) / machine.cache_bytes,
-        _seconds_of(parts, _tiles(product), product.k, machine),
-    )  # fmt: skip
-    return read + _ENDS_S
+    return max(stream_s(product, machine), product.weight_bytes / machine.sustained_bytes) + _ENDS_S
 
 
-def plan(product: Product, machine: Machine) -> Launch:
-    """A launch for a product that it can compute and that is not empty."""
+def can_take_adapters(product: Product, machine: Machine) -> bool:
+    """Whether low-rank sums (`riding`) can ride on a product's launch."""
+    return not why_not(product, machine) and product.out == product.x and LEAST_ROWS <= product.m <= riding.MAX_ROWS
+
+
+def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
+    """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
     m, k, activation, weight_rows = product.m, product.k, product.epilogue.activation, product.weight_rows
     width, shares, parts = shape(m, weight_rows, k, machine)
     clusters = -(-_tiles(product) // shares)
@@ -382,14 +473,20 @@ def plan(product: Product, machine: Machine) -> Launch:
         (index, TensorMapLayout(product.x, (k, rows), (k * 2,), (BLOCK_K, box), 128))
         for index, rows, box in ((0, m, width // shares), (1, weight_rows, BLOCK_ROWS // 2))
     )
+    shrinking, takes_adapters = 0, ranks > 0
+    if takes_adapters:
+        assert tiles.shrinking_bytes(BLOCK_WARPS) <= Block(width, takes_adapters).shared_bytes
+        idle = machine.num_multiprocessors - clusters * shares * parts
+        shrinking = tiles.shrinking_blocks(m, ranks, idle, shares * parts)
     return Launch(
-        kernel(product.x, product.out, width, activation), (clusters * shares, parts, 1), (THREADS, 1, 1),
-        shared_bytes(width), cluster=(shares, parts, 1), maps=maps,
+        kernel(product.x, product.out, width, activation, takes_adapters),
+        (clusters * shares + shrinking // parts, parts, 1), (32, BLOCK_WARPS, 1),
+        Block(width, takes_adapters).shared_bytes, cluster=(shares, parts, 1), maps=maps, num_shrinking=shrinking,
     )  # fmt: skip
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Every specialisation that `plan` can return."""
+    """Every specialisation that `plan` can return, without adapters."""
     for dtype, out_dtype in DTYPE_PAIRS:
         if dtype != "f32":
             for width in STAGES:

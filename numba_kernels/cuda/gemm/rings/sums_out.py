@@ -70,7 +70,7 @@ def sums_finisher(
     the sums, streams of a block); that of row 0's scale; (the number of rows,), which the blocks share, or, if each
     `has_own_rows`, (the first one, the end); the block's place; (blocks,) or, of blocks that are not a whole cluster,
     (the first one's rank, from one to the next, their number); arguments of the product; and, where adapters ride, (the
-    address of the expanded sums, floats of a row of them, blocks of the cluster less 1).
+    address of the expanded sums, floats of a row of them, these blocks less 1).
 
     Args:
         team_bytes: of a stream's sums of a team.
@@ -146,7 +146,7 @@ def sums_finisher(
             if takes_adapters:  # a cluster's blocks take tiles of columns in turn
                 expanded, expanded_row, of_cluster = added
                 tile = inside // uint32(tiles.TILE)
-                owner = tile & of_cluster
+                owner = rank_of(tile & of_cluster, blocks)
                 tile = uint32((tile >> count_b32(of_cluster)) * uint32(tiles.TILE) + (inside & uint32(tiles.TILE - 1)))
                 low = uint32(expanded + uint32(row * expanded_row + tile) * uint32(4))
                 low_up = uint32(low + num_teams * uint32(columns * 4))
