@@ -38,7 +38,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts must be a text, token ids, or a list of them, got {prompts!r:.80}", param="prompts"
         )
     listed: list[Any] = list(prompts)
-    if listed and all(is_integer(item) for item in listed):
+    if listed and not isinstance(listed[0], (list, str)) and all(is_integer(item) for item in listed):
         return [listed]
     for item in listed:
         if not isinstance(item, (str, Mapping)) and not _is_row(item):
