@@ -1,14 +1,17 @@
-"""What every test is under: a kernel that it launches on an emulated device must be fit for hardware, too; and Python's
-collector, which would else take a sixth of the time, goes once through what is there to stay."""
+"""What every test is under: a kernel that it launches on an emulated device must be fit for hardware, too; Python's
+collector, which would else take a sixth of the time, goes once through what is there to stay; and tests of whole
+engines and servers compute on one thread."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from numba_kernels.cpu.running import pool
 from runtime.device.assemble import require_compiler
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
@@ -19,6 +22,19 @@ from tests.selection import mark_cases, refuse_empty_names, refuse_unregistered_
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
     from runtime.device.kernel import Kernel
+
+ONE_THREAD = (
+    "tests/clients/", "tests/runtime/bench/", "tests/runtime/commands/", "tests/runtime/engine/grammar/",
+    "tests/runtime/engine/logits/", "tests/runtime/engine/process/", "tests/runtime/engine/scheduling/",
+    "tests/runtime/engine/speculation/", "tests/runtime/engine/test_", "tests/runtime/engine/weights/",
+    "tests/runtime/llm/", "tests/runtime/parallel/", "tests/server/", "tests/test_",
+)  # fmt: skip
+"""Tests whose kernels run on one thread, in this process and in those that it starts. Threads that wait for small
+kernels spin, which took a third of the processor time of a server's tests. Kernels, operations, models, steps,
+transfers and ranks keep all threads."""
+
+THREADS = "NUMBA_NUM_THREADS"
+_given_threads = os.environ.get(THREADS)
 
 OURS = "numba_kernels.cuda."  # tests have kernels of their own, which may do as they like
 
@@ -62,6 +78,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Gives the test its threads."""
+    has_one = item.nodeid.startswith(ONE_THREAD)
+    pool.limit_threads(1 if has_one else pool.NUM_THREADS)
+    if has_one or _given_threads is not None:
+        os.environ[THREADS] = "1" if has_one else str(_given_threads)
+    else:
+        os.environ.pop(THREADS, None)
 
 
 @pytest.hookimpl(trylast=True)

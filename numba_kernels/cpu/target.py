@@ -53,6 +53,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """The number of Linux's call on x86-64, its ARCH_REQ_XCOMP_PERM and the state it asks for (asm/prctl.h)."""
 
 _numba_config: Any = numba.config
+_HOST_FEATURES: Any = llvm.get_host_cpu_features()  # each call lists them anew, which takes a millisecond
 
 _EMULATED = "emulated_"
 EMULATED_BF16 = "emulated_bf16"
@@ -67,7 +68,7 @@ def compiled_for(feature: str) -> bool:
         return f"+{feature}" in _numba_config.CPU_FEATURES.split(",")
     if _numba_config.CPU_NAME not in (None, "", "host"):
         return False
-    return bool(llvm.get_host_cpu_features().get(feature, False))
+    return bool(_HOST_FEATURES.get(feature, False))
 
 
 def _needs(tiles: str) -> list[str]:

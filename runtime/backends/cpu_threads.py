@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from numba_kernels.cpu.running.launch import new_array
+from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.dtype import float32, int32
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.tensor import Tensor
 
-MAX_WORKERS = numba.get_num_threads()  # threads that this process may use
+MAX_WORKERS = NUM_THREADS
 SERIAL_ELEMENTS = 32 * 1024  # elementwise work below this is not worth waking a thread
 _num_workers = MAX_WORKERS
 

@@ -11,8 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numba
-
+from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.bench.metrics import check_finite
 from runtime.engine.messages import EngineInfo
 
@@ -39,7 +38,7 @@ def describe_engine(info: EngineInfo) -> dict[str, Any]:
         "dtype": info.dtype,
         "quantization": info.quantization,
         "device": info.device,
-        "num_threads": int(numba.get_num_threads()),
+        "num_threads": NUM_THREADS,
         "max_model_len": info.max_model_len,
         "max_num_seqs": info.max_num_seqs,
         "max_num_batched_tokens": info.max_num_batched_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -61,10 +62,7 @@ def fingerprint(model: Path, config: EngineConfig, spec: KVCacheSpec, notes: Pat
         _device(spec.device),
     ):
         digest.update(f"{part}\0".encode())
-    for package in (numba_kernels, models, runtime):
-        folder = Path(str(package.__file__)).parent
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{file.relative_to(folder)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    digest.update(_program())
     known = _read(notes / _NOTES)
     kept: dict[str, str] = {}
     files = [*_files(model), *([Path(config.mmproj)] if config.mmproj not in ("", "none") else [])]
@@ -97,6 +95,17 @@ def fingerprint_of_source(source: WeightSource, own: str, config: EngineConfig, 
     else:
         name = shared_digest(Path(source.path)) if isinstance(source, SharedWeights) else secrets.token_hex(32)
     return hashlib.sha256(f"{own} {name}".encode()).hexdigest()
+
+
+@functools.cache
+def _program() -> bytes:
+    """The digest of the sources from which this process was started."""
+    digest = hashlib.sha256()
+    for package in (numba_kernels, models, runtime):
+        folder = Path(str(package.__file__)).parent
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.digest()
 
 
 def _name_in(note: str) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from typing import Any
 
 import llvmlite.ir as ir
 import numba
@@ -32,7 +33,8 @@ from numba_kernels.cpu import CODE_FOLDER
 from numba_kernels.cpu.intrinsics.atomic import pause
 from numba_kernels.cpu.intrinsics.emitted import emitted
 
-NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
+_numba_config: Any = numba.config
+NUM_THREADS: int = _numba_config.NUMBA_NUM_THREADS  # of this process; get_num_threads would start numba's own
 SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 ns: around half a millisecond in all
 
 _most_threads = NUM_THREADS
