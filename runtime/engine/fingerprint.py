@@ -33,11 +33,9 @@ _WITHOUT_EFFECT = {
     *(each.name for each in fields(SchedulingConfig)),
     "device", "enable_prefix_caching", "kv_cache_bytes", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
     "max_cpu_loras", "max_loras", "max_waiting", "max_waiting_tokens", "num_blocks", "overlap", "prefix_cache_dir",
-    "prefix_cache_disk_bytes",
-    "swap_space_bytes",
+    "prefix_cache_disk_bytes", "swap_space_bytes",
     "data_parallel_size", "decode_engines", "distributed_executor_backend", "engine_roles", "kv_transfer_address",
-    "kv_transfer_bytes", "kv_transfer_key_file", "kv_transfer_library",
-    "prefill_engines", "routing_policy",
+    "kv_transfer_bytes", "kv_transfer_key_file", "kv_transfer_library", "prefill_engines", "routing_policy",
 }  # fmt: skip
 """Options that change no page of a model: all others count, though few of them do."""
 
@@ -47,26 +45,19 @@ _NOTES = "digests.json"
 
 def fingerprint(model: Path, config: EngineConfig, spec: KVCacheSpec, notes: Path) -> str:
     """Covers the model's files and the program's by their contents, the options, the pages' form, and the processor.
-    Digests of the model's files are kept in the folder ``notes``, by path, size, and times of change, while they are
-    there.
+    The folder ``notes`` keeps digests of the model's files, by path, size, and times of change.
 
     Raises OSError if a file cannot be read.
     """
     digest = hashlib.sha256()
     options = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _WITHOUT_EFFECT}
-    for part in (
-        release(),
-        repr(sorted(options.items(), key=str)),
-        repr(spec),
-        repr(spec.planes),
-        _device(spec.device),
-    ):
+    given = repr(sorted(options.items(), key=str))
+    for part in (release(), given, repr(spec), repr(spec.planes), _device(spec.device)):
         digest.update(f"{part}\0".encode())
     digest.update(_program())
     known = _read(notes / _NOTES)
     kept: dict[str, str] = {}
-    files = [*_files(model), *([Path(config.mmproj)] if config.mmproj not in ("", "none") else [])]
-    for file in files:
+    for file in [*_files(model), *([Path(config.mmproj)] if config.mmproj not in ("", "none") else [])]:
         found = file.stat()
         note = f"{file.resolve()} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
         kept[note] = known.get(note) or _digest(file)
