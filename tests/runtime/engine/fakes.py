@@ -7,6 +7,7 @@ trained.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -243,6 +244,15 @@ def run_to_end(
         collect(engine.step(), collected)
         engine.check_invariants()
     raise AssertionError(f"still work after {max_steps} steps")
+
+
+def one(engine: Engine, prompt: list[int], **params: object) -> Collected:
+    engine.add(request("one", prompt, **params))
+    return run_to_end(engine)["one"]
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE - 1) for _ in range(length)]
 
 
 def said_by_engine(caplog: pytest.LogCaptureFixture) -> list[str]:

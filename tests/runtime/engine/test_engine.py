@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from runtime.engine.engine import Engine
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
@@ -21,7 +20,9 @@ from tests.runtime.engine.fakes import (
     fake_logits,
     greedy,
     make_engine,
+    one,
     prefix_hashes,
+    random_prompt,
     request,
     run_to_end,
 )
@@ -29,15 +30,6 @@ from tests.runtime.engine.fakes import (
 __all__ = ["each_loop"]
 
 pytestmark = pytest.mark.usefixtures("each_loop")
-
-
-def one(engine: Engine, prompt: list[int], **params: object) -> Collected:
-    engine.add(request("one", prompt, **params))
-    return run_to_end(engine)["one"]
-
-
-def random_prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(VOCAB_SIZE - 1) for _ in range(length)]
 
 
 @pytest.mark.parametrize("prompt_len", [1, 7, 8, 9, 31, 32, 33, 100])

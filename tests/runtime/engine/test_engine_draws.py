@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from runtime.engine.engine import Engine
 from tests.runtime.engine.fakes import (
     VOCAB_SIZE,
     Collected,
@@ -17,7 +16,9 @@ from tests.runtime.engine.fakes import (
     fake_logits,
     greedy,
     make_engine,
+    one,
     prefix_hashes,
+    random_prompt,
     request,
     run_to_end,
 )
@@ -25,15 +26,6 @@ from tests.runtime.engine.fakes import (
 __all__ = ["each_loop"]
 
 pytestmark = pytest.mark.usefixtures("each_loop")
-
-
-def one(engine: Engine, prompt: list[int], **params: object) -> Collected:
-    engine.add(request("one", prompt, **params))
-    return run_to_end(engine)["one"]
-
-
-def random_prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(VOCAB_SIZE - 1) for _ in range(length)]
 
 
 def test_stop_ids_and_eos() -> None:

@@ -17,10 +17,8 @@ import pytest
 from models.checkpoints.given_weights import shared_path, shared_weights
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.process.child import Supervision
-from runtime.engine.process.client import EngineClient
 from runtime.engine.process.process_client import ProcessEngineClient
 from runtime.engine.weights.commands import (
-    Command,
     EngineCondition,
     FolderWeights,
     PauseAll,
@@ -36,30 +34,23 @@ from runtime.parallel.fleet import Fleet
 from runtime.parallel.handing_fleet import HandingFleet
 from runtime.parallel.roles import AutoRoles
 from tests.runtime.engine.weights.test_kinds import tensors_of
-from tests.runtime.engine.weights.two_models import TIMEOUT_S, USUAL, Answer, Asked, opened, prompt_of, write_pair
+from tests.runtime.engine.weights.two_models import (
+    CASE,
+    USUAL,
+    Answer,
+    Asked,
+    answers,
+    folders,
+    prompt_of,
+    told,
+)
 from tests.runtime.parallel.test_handing_fleet import ChangingFleet
 from tests.waiting import wait_until
 
-CASE = "qwen3_odd"
+__all__ = ["answers", "folders"]
+
 IDS = prompt_of(CASE)
 SUPERVISION = Supervision(first_delay_s=0.05, most_delay_s=0.2, healthy_s=0.0, hang_timeout_s=60.0)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_pair(tmp_path_factory.mktemp("weights"), CASE)
-
-
-@pytest.fixture(scope="module")
-def answers(folders: tuple[Path, Path]) -> dict[str, Any]:
-    """Answers of an engine that runs alone, by version of the weights."""
-    found = {}
-    for version, folder in zip(("0", "new"), folders, strict=True):
-        client = opened(folder)
-        found[version] = Asked(client, "alone", IDS).answer().tokens
-        client.close()
-    assert found["0"] != found["new"]
-    return found
 
 
 @pytest.fixture(scope="module", params=["fixed", "auto"])
@@ -85,10 +76,6 @@ def fleet(one_fleet: HandingFleet, folders: tuple[Path, Path]) -> Iterator[Handi
         wait_until(lambda each=each: each.state == "ready")
         wait_until(lambda each=each: each.stats().num_running == 0 and each.stats().num_open_transfers == 0)
         wait_until(lambda each=each: each.stats().num_free_blocks == each.stats().num_blocks)
-
-
-def told(client: EngineClient, command: Command) -> EngineCondition:
-    return EngineCondition.of(client.order(command).result(TIMEOUT_S))
 
 
 def check(answer: Answer, answers: dict[str, Any], versions: dict[str, str] | None = None) -> None:

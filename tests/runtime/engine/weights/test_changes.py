@@ -38,9 +38,20 @@ from runtime.engine.weights.commands import (
 from runtime.errors import InvalidArgumentError
 from tests.models.folders import change_config, golden_tensors, load_golden, write_safetensors
 from tests.runtime.engine.fakes import make_engine, request
-from tests.runtime.engine.weights.two_models import TIMEOUT_S, Answer, Asked, opened, prompt_of, write_pair
+from tests.runtime.engine.weights.two_models import (
+    CASE,
+    TIMEOUT_S,
+    Answer,
+    Asked,
+    answers,
+    folders,
+    opened,
+    prompt_of,
+    told,
+)
 
-CASE = "qwen3_odd"
+__all__ = ["answers", "folders"]
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eager": {"decode_graphs": "off"},
@@ -49,23 +60,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tight": {"num_blocks": 9, "swap_space_bytes": 1 << 20},
     "lookup": {"speculation": "ngram"},
 }
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_pair(tmp_path_factory.mktemp("weights"), CASE)
-
-
-@pytest.fixture(scope="module")
-def answers(folders: tuple[Path, Path]) -> dict[str, Any]:
-    """What fresh engines answer, by version; "0" and "new"."""
-    found = {}
-    for version, folder in zip(("0", "new"), folders, strict=True):
-        client = opened(folder)
-        found[version] = Asked(client, "alone", prompt_of(CASE)).answer().tokens
-        client.close()
-    assert found["0"] != found["new"]
-    return found
 
 
 @pytest.fixture(params=SETTINGS)
@@ -77,10 +71,6 @@ def client(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> Iterat
     made.close(drain=True)
     engine.check_invariants()
     assert engine.pool.num_free == engine.pool.num_blocks
-
-
-def told(client: ThreadEngineClient, command: Any) -> EngineCondition:
-    return EngineCondition.of(client.order(command).result(TIMEOUT_S))
 
 
 def check(answer: Answer, answers: dict[str, Any]) -> None:

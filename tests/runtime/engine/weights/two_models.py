@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import engine_of
 from runtime.engine.messages import AdapterRef, EngineOutput, EngineRequest
 from runtime.engine.process.client import EngineClient
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.weights.commands import Command, EngineCondition
 from tests.models.folders import load_golden, write_model
 
+CASE = "qwen3_odd"
 TIMEOUT_S = 600.0  # an emulated GPU on a busy machine
 USUAL: dict[str, Any] = {
     "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "num_blocks": 64, "seed": 0,
@@ -32,6 +36,27 @@ def write_pair(root: Path, case: str, stored_as: str = "F32") -> tuple[Path, Pat
 
 def prompt_of(case: str) -> list[int]:
     return load_golden(case).prompt_ids[:6]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("weights"), CASE)
+
+
+@pytest.fixture(scope="module")
+def answers(folders: tuple[Path, Path]) -> dict[str, Any]:
+    """What engines answer that run alone, by version of the weights: "0" and "new"."""
+    found = {}
+    for version, folder in zip(("0", "new"), folders, strict=True):
+        client = opened(folder)
+        found[version] = Asked(client, "alone", prompt_of(CASE)).answer().tokens
+        client.close()
+    assert found["0"] != found["new"]
+    return found
+
+
+def told(client: EngineClient, command: Command) -> EngineCondition:
+    return EngineCondition.of(client.order(command).result(TIMEOUT_S))
 
 
 def opened(folder: Path, **settings: Any) -> ThreadEngineClient:
