@@ -8,12 +8,14 @@ add to each product
 - their own bytes, `down` and `up` of each adapter in the batch;
 - for many rows the end of a block: reads that wait for each other, together as long as one of device memory under load,
   and the instructions that expand. Blocks of packed weights that run one after another have an end each; for
-  16-bit weights and for one row other warps expand meanwhile (their instructions are not counted);
-- what shrinking (and expanding for one row) takes beyond a block's first tile, whose end waits for it: rings are full
-  when the previous grid ends, so the weight's stream stands still meanwhile. Where not all blocks run at once, the time
-  of the multiprocessors that shrink is added. Reads wait for each other, each as long as one of device memory under
-  load: the adapter (for one row as long as x, which a block without adapters waits for, too), its address (for one row
-  an early read), rows of `down`, the counter, and for one row `between`;
+  16-bit weights and for one row other warps expand meanwhile (their instructions are not counted). A block of one row
+  ends with the instructions that finish its tiles. That blocks of more rows count themselves out is not counted;
+- what shrinking (and expanding for one row) takes beyond a block's first tile, or for one row the tiles that a block
+  finishes together, whose end waits for it. For one row this is what the stream and unpacking of these tiles take after
+  the previous grid has ended: rings are full then. Where not all blocks run at once, the time of the multiprocessors
+  that shrink is added. Reads wait for each other, each as long as one of device memory under load: the adapter (for one
+  row as long as x, which a block without adapters waits for, too), its address (for one row an early read), rows of
+  `down`, the counter, and for one row `between`, once for each sum of a lane;
 - another tier of the product where the usual one takes no adapters.
 
 The base of one sequence is `latencies`'; that of more is the tiers' models and a boundary a launch, without attention's
@@ -32,11 +34,29 @@ from pathlib import Path
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.adapters import riding, tiles
-from numba_kernels.cuda.gemm import packed_stream
-from numba_kernels.cuda.gemm.product import ISSUES_A_SECOND, LATENCY_S, Epilogue, Machine, Product, machine_of
+from numba_kernels.cuda.gemm import packed_stream, quantised_gemv
+from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
+from numba_kernels.cuda.gemm.product import (
+    ISSUES_A_SECOND,
+    LATENCY_S,
+    Epilogue,
+    Machine,
+    Product,
+    machine_of,
+    unpacking_s,
+)
 from numba_kernels.cuda.gemm.rings import gemv_ring
+from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
-from tools.kernel_costs.latencies import BOUNDARY_S, READ_BYTES, STEPS, errors, measured_rows, predicted
+from tools.kernel_costs.latencies import (
+    BOUNDARY_S,
+    GEMV_INSTRUCTIONS,
+    READ_BYTES,
+    STEPS,
+    errors,
+    measured_rows,
+    predicted,
+)
 
 LAYERS, RANK, MULTIPROCESSORS = 36, 16, 132
 MAPS = ((6144, 4096, 3, ""), (4096, 4096, 1, ""), (12_288, 4096, 2, "silu"), (4096, 12_288, 1, ""))
@@ -46,8 +66,9 @@ WEIGHTS = {"bf16": ("bf16", 0), "int4": ("u4_g32", 1), "fp8": ("e4m3", 2)}
 SKINNY_ENDS_S = 4.5e-6
 """A launch of `skinny` and its ends, which its model of packed weights counts (`skinny_shape`)."""
 CHAIN = 4  # reads which wait for each other, besides those of further parts of K
-EXPANDING = 170
-"""Instructions with which a warp expands its share of a part, as the emulator counts them (without moves)."""
+EXPANDING, FINISHING = 170, 110
+"""Instructions with which a warp expands its share of a part, as the emulator counts them (without moves), and with
+which it finishes 32 elements of kept tiles, as the machine code has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +113,16 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         if tier == "skinny":
             expanding_s = launch.block[1] * launch.block[2] * EXPANDING * (2 if gate else 1) / ISSUES_A_SECOND
         ends_s += rounds * (LATENCY_S + expanding_s)
-        shrink_s = _shrinking(product, parts, adapters, launch)
-        first_s = (own_s - (SKINNY_ENDS_S if has_ends else 0.0)) / _turns(product, launch, beside)
+        shrink_s, turns, kept = _shrinking(product, parts, adapters, launch), _turns(product, launch, beside), 1
+        if launch.team_warps:
+            kept = min(turns, riding.most_kept(sequences))
+            elements = kept * product.n / turns / (launch.grid[0] - launch.num_shrinking)
+            sums_of_lane = -(-elements * (2 if gate else 1) // 32)
+            shrink_s += (sums_of_lane - 1) * LATENCY_S
+            ends_s += -(-turns // kept) * -(-elements // 32) * FINISHING / ISSUES_A_SECOND
+        first_s = (own_s - (SKINNY_ENDS_S if has_ends else 0.0)) / turns
+        if launch.team_warps:
+            first_s = _after_wait(product, launch, kept / turns)
         shrinking_s += max(0.0, shrink_s - first_s - (LATENCY_S if launch.team_warps else 0.0))
         multiplying = launch.grid[0] - launch.num_shrinking
         if -(-launch.grid[0] // beside) > -(-multiplying // beside):  # they delay others
@@ -123,6 +152,19 @@ def _seconds(product: Product, machine: Machine, tier: str) -> float:
     else:
         modelled = gemm.TIERS[chosen].seconds(both, machine)
     return max(least, modelled)
+
+
+def _after_wait(product: Product, launch: Launch, share: float) -> float:
+    """How long the first tiles of a product with rings take once the previous grid has ended: this share of all."""
+    num_bytes, packing = share * product.weight_bytes, packing_of(product.weight)
+    if packing is None:
+        instructions, x_bytes = GEMV_INSTRUCTIONS, 2 * product.k
+    else:
+        instructions = quantised_gemv.instructions_of(launch.specialisation)
+        x_bytes = packed_stream.row_bytes(packing, product.k) + ROW_GAP
+    ring_bytes = (launch.grid[0] - launch.num_shrinking) * (launch.shared_bytes - x_bytes)
+    issued_s = unpacking_s(int(num_bytes), instructions, launch.grid[0] - launch.num_shrinking)
+    return max(issued_s, (num_bytes - ring_bytes) / READ_BYTES)
 
 
 def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> float:

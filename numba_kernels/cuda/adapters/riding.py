@@ -3,16 +3,17 @@
 The launch gets more blocks, in front, which *shrink*: each computes numbers of ``between [m, R]``, float32, and then
 counts itself. The other blocks multiply, and *expand* when all of these have counted: an output's low-rank sum is added
 to its sum before a gate, a bias or a residual. A GPU starts blocks in the order of the grid, so all that shrink have
-started before one waits for them, and they wait for the previous grid alone. The last block of the grid sets the
-counters back to zero for the next launch.
+started before one waits for them, and they wait for the previous grid alone. The last block that has seen all of them
+counted sets the counters back to zero for the next launch.
 
 A block that shrinks takes up to `rows` rows of one adapter and RANKS ranks at a time, so that it reads x and ``down``
 once for several numbers; its warps share K. Where more rows and ranks are wanted than blocks, it takes several in turn.
 Slots' addresses come before the previous grid has ended.
 
-Kernels with rings, of one row and two, have one warp more, the last, which expands a tile while the others multiply it
-(`expanding_warp`): these wait at a tile's end, the first time until all blocks have shrunk. In other kernels the lane
-that has an output's sum expands.
+Kernels with rings, of one row and two, have one warp more, the last, which expands while the others multiply
+(`kept_tiles`). These keep the sums of a few tiles, and finish them together: so the weight's stream stands still
+only if all of these tiles take less time than shrinking. In other kernels the lane that has an output's sum
+expands.
 
 A number of ``between`` is added up in an order of K alone, an output's sum in that of ranks: a kernel's rows have their
 bits beside any others. Slots are those of `experts.low_rank`. Products of more rows shrink and expand by `tiles`.
@@ -21,22 +22,31 @@ bits beside any others. Slots are those of `experts.low_rank`. Products of more 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.gemm.epilogue import norm_scale, scale_element
+from numba_kernels.cuda.gemm.epilogue import GATED, finisher, norm_scale, scale_element
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import floats_loader, vector_loader
-from numba_kernels.cuda.intrinsics.math import divide_u32
-from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, exchange, shuffle_index_b32, warp_sum
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import (
+    ballot,
+    count_b32,
+    exchange,
+    shuffle_index_b32,
+    shuffle_xor_f32,
+    warp_sum,
+)
 
 COLUMNS = 1024  # of one entry of ``ranges``
 MAX_ROWS = 32  # a lane each
 RINGS_ON = "sm_90a"  # where kernels with rings take adapters; elsewhere they have too few registers
+_KEPT_TILES = 8  # of one row
 RANKS = 4  # of a block at a time: a divisor of `experts.low_rank.RANKS_MULTIPLE`
 _MOST_ROWS_AT_ONCE = 4
 _MOST_BLOCKS, _MOST_TURNS = 64, 4
@@ -60,8 +70,8 @@ def rows_at_once(rows: int) -> int:
 
 
 def shared_bytes(warps: int, rows: int, sums: int = 0) -> int:
-    """Static shared memory of `shrinker`, and of a tile's expanded sums and the next one's."""
-    return (warps * rows * (RANKS + 1) + 2 * sums) * 4
+    """Static shared memory of `shrinker`, and of kept tiles of so many sums (`kept_tiles`)."""
+    return (warps * rows * (RANKS + 1) + 2 * most_kept(rows) * sums) * 4
 
 
 def shrinking_blocks(rows: int, ranks: int, idle: int = _MOST_BLOCKS) -> int:
@@ -288,59 +298,152 @@ def expander(dtype: str) -> tuple[Any, Any]:
     return aim, expand
 
 
-def expanding_warp(dtype: str, find: Any, num_sums: int, num_meetings: int) -> Any:
-    """A device function ``(expanded, first_column, stride, count, sizes, riding)`` of the warp that expands: of each
-    tile of a block ``count`` low-rank sums, float32, to shared memory, where two tiles of `num_sums` take turns. It
-    meets the other warps so often before the first tile, and after each.
+def most_kept(rows: int) -> int:
+    """Tiles that a block of `kept_tiles` finishes together: those of two rows leave room for rings beside long rows."""
+    return _KEPT_TILES // rows**2
 
-    ``find`` is a device function ``(sum, column, sizes) -> row, column, is_there``, of a tile from a column on; a sum
-    that is not there is 0. ``sizes`` is (m, n, columns of a tile)."""
+
+@functools.cache
+def multiplying_barrier(threads: int) -> Any:
+    """A device function in which the warps that multiply meet, without the one that expands."""
+    return device_function(lambda: sync_named(uint32(1), uint32(threads)))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTiles:
+    """Device functions of a block that finishes several tiles together.
+
+    Its sums are ``[tile, part, row, column of the tile]``, float32, in shared memory: the product's at ``kept``, the
+    low-rank ones at ``expanded``. Tiles lie ``stride`` columns apart from ``first_column`` on; ``sizes`` is (m, n,
+    columns of a tile).
+
+    Attributes:
+        most: tiles that are kept.
+        num_floats: of ``kept`` and ``expanded`` each.
+        place: ``(kept, tile, part, row, column, columns) -> address`` of a sum.
+        expand: ``(expanded, first_column, stride, sizes, num_blocks, riding)``, the work of the last warp.
+        finish: ``(kept, expanded, first_column, stride, num_tiles, is_last, thread, bias, bias_is_f32, residual, out,
+            squares, sizes)``: the other warps meet the last one, and finish so many tiles.
+    """
+
+    most: int
+    num_floats: int
+    place: Any
+    expand: Any
+    finish: Any
+
+
+@functools.cache
+def kept_tiles(
+    dtype: str, out_dtype: str, rows: int, activation: str, most_sums: int, square_columns: int, threads: int
+) -> KeptTiles:
+    """The functions for tiles of up to `most_sums` sums, of a gated unit of its parts together, and so many threads
+    that multiply. Squares are left for so many columns each (`epilogue`)."""
     aim, expand = expander(dtype)
+    finish_one, gated = finisher(dtype, out_dtype), GATED.get(activation)
+    is_gated, num_parts, distances = activation != "", 2 if activation else 1, square_columns.bit_length() - 1
+    most = most_kept(rows)
 
     @device_function
-    def aim_at(index, column, sizes, riding):
-        row, own_column, is_there = find(index, column, sizes)
+    def place(kept, tile, part, row, column, columns):
+        line = uint32(uint32(uint32(tile * uint32(num_parts)) + part) * uint32(rows) + row)
+        return uint32(kept + uint32(line * columns + column) * uint32(4))
+
+    @device_function
+    def aim_at(index, first_column, stride, sizes, riding):
+        line = divide_u32(index, sizes[2])
+        tile, up = line // uint32(num_parts * rows), (line // uint32(rows)) % uint32(num_parts)
+        row, column = line % uint32(rows), uint32(first_column + tile * stride + index - line * sizes[2])
         aimed = uint32(0), uint32(0), uint64(0), uint64(0), uint64(0)
-        if is_there:
-            aimed = aim(row, own_column, riding)
+        if row < sizes[0] and column < sizes[1]:
+            aimed = aim(row, uint32(column + up * sizes[1]), riding)
         return aimed
 
     @device_function
-    def expand_tiles(expanded, first_column, stride, count, sizes, riding):
-        column, turn, lane = first_column, uint32(0), uint32(cuda.threadIdx.x)
+    def expand_tiles(expanded, first_column, stride, sizes, num_blocks, riding):
+        column, lane = first_column, uint32(cuda.threadIdx.x)
         wait_for_previous_grid()
         launch_dependents()
-        for _ in range(num_meetings):
-            sync_block()
         while column < sizes[1]:
-            index, target = lane, uint32(expanded + turn * uint32(4 * num_sums))
-            aimed = aim_at(index, column, sizes, riding)
+            num_tiles = divide_u32(uint32(sizes[1] - column + stride - uint32(1)), stride)
+            count = uint32(minimum_u32(num_tiles, uint32(most)) * uint32(num_parts * rows) * sizes[2])
+            index = uint32(lane + uint32(32))
+            while index < count:  # ask for all numbers before waiting
+                aim_at(index, column, stride, sizes, riding)
+                index = uint32(index + uint32(32))
+            index, aimed = lane, aim_at(lane, column, stride, sizes, riding)
             if column == first_column:
                 wait_for_shrinking(riding)
             while index < count:
-                memory.shared_store_f32(uint32(target + index * uint32(4)), expand(aimed))
+                memory.shared_store_f32(uint32(expanded + index * uint32(4)), expand(aimed))
                 index = uint32(index + uint32(32))
                 if index < count:
-                    aimed = aim_at(index, column, sizes, riding)
+                    aimed = aim_at(index, column, stride, sizes, riding)
             sync_block()
-            column, turn = uint32(column + stride), turn ^ uint32(1)
+            if column == first_column and lane == uint32(0):
+                count_out(riding[7], num_blocks)
+            column = uint32(column + uint32(most) * stride)
+            if column < sizes[1]:
+                sync_block()
 
-    return expand_tiles
+    @device_function
+    def finish_tiles(
+        kept, expanded, first_column, stride, num_tiles, is_last, thread, bias, bias_is_f32, residual, out, squares,
+        sizes,
+    ):  # fmt: skip
+        m, n, columns = sizes
+        index, lane = thread, thread & uint32(31)
+        tile_sums = uint32(columns * uint32(rows))
+        sync_block()
+        while uint32(index - lane) < uint32(num_tiles * tile_sums):  # whole warps, which add squares
+            tile = divide_u32(index, tile_sums)
+            inside = uint32(index - tile * tile_sums)
+            row = divide_u32(inside, columns)
+            column = uint32(first_column + tile * stride + inside - row * columns)
+            at, value = uint32(uint32(tile * uint32(num_parts) * tile_sums + inside) * uint32(4)), float32(0)
+            is_there = tile < num_tiles and row < m and column < n
+            if is_there:
+                value = memory.shared_load_f32(uint32(kept + at)) + memory.shared_load_f32(uint32(expanded + at))
+                if is_gated:
+                    at = uint32(at + tile_sums * uint32(4))
+                    up = memory.shared_load_f32(uint32(kept + at)) + memory.shared_load_f32(uint32(expanded + at))
+                    value = gated(value, up)
+                value = finish_one(bias, bias_is_f32, residual, out, n, row, column, value)
+            if not is_gated and squares != uint64(0):
+                squared = value * value
+                for i in range(distances):
+                    squared += shuffle_xor_f32(squared, uint32(1 << i))
+                if lane % uint32(square_columns) == uint32(0) and is_there:
+                    part = uint64(row) * uint64(n // uint32(square_columns)) + uint64(column // uint32(square_columns))
+                    memory.store_f32(squares + part * uint64(4), squared)
+            index = uint32(index + uint32(threads))
+        if not is_last:
+            sync_block()
+
+    return KeptTiles(most, most * most_sums, place, expand_tiles, finish_tiles)
 
 
 @device_function
-def leave_counters(counters, is_first_thread, blocks):
-    """The end of each block of the grid: the last one sets the counters back."""
-    sync_block()
-    if is_first_thread and _count_done(counters + uint64(4), uint32(1)) == blocks - uint32(1):
+def count_out(counters, blocks):
+    """Called by one thread of each of so many blocks, once all of its threads have waited for shrinking: the last one
+    sets the counters back."""
+    if _count_done(counters + uint64(4), uint32(1)) == blocks - uint32(1):
         memory.store_b32(counters, uint32(0))
         memory.store_b32(counters + uint64(4), uint32(0))
 
 
-def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False) -> Any:
+@device_function
+def leave_counters(counters, is_first_thread, blocks):
+    """The end of each block of the grid, where all of them count out."""
+    sync_block()
+    if is_first_thread:
+        count_out(counters, blocks)
+
+
+def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False, counts_out: bool = False) -> Any:
     """The kernel of a product with adapters, of `shrinker`'s function and ``(block, num_blocks, *arguments of the
     product, riding)``, of a block that multiplies. With `in_columns` the grid has a y axis, and blocks of whole columns
-    shrink."""
+    shrink. Blocks that multiply `counts_out` themselves, or all of the grid do at their end."""
 
     def adapted(
         x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
@@ -365,9 +468,10 @@ def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False) -> A
                 uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns), x, weight, bias, residual, out,
                 m, n, k, bias_is_f32, norm, norm_parts, eps, squares, riding,
             )  # fmt: skip
-        blocks = uint32(cuda.gridDim.x)
-        if in_columns:
-            blocks = uint32(blocks * height)
-        leave_counters(counters, lane == uint32(0) and warp == uint32(0), blocks)
+        if not counts_out:
+            blocks = uint32(cuda.gridDim.x)
+            if in_columns:
+                blocks = uint32(blocks * height)
+            leave_counters(counters, lane == uint32(0) and warp == uint32(0), blocks)
 
     return cuda.jit(adapted)

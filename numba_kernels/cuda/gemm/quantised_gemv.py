@@ -47,7 +47,7 @@ from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_f32, warp_sum
 from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
-from numba_kernels.cuda.specialisation import HALF_SHARED_BYTES, Launch, Specialisation
+from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
@@ -56,12 +56,16 @@ RING_WARPS = 8
 _UNDER_WAY_BYTES = BLOCK_WARPS * 4096  # of a block
 _START_S = 0.7e-6
 _NEXT_ROW_S = 0.2e-6, 1.2e-10  # that preparing each further row takes, and each of its numbers: by counts, not measured
-UNPACKING = {
-    "u4": (254, 270, 322, 322), "u8": (95, 95, 104, 104), "e4m3": (334, 343, 343, 343),
-    "e2m1": (474, 506, 506, 506),
-}  # fmt: skip
-"""Machine instructions of a warp for 4 KB of a weight in registers, by its elements and `row_counts`."""
-_RING_INSTRUCTIONS = 60  # that a stage takes besides
+_INSTRUCTIONS: dict[str, dict[int, tuple[int, ...]]] = {
+    "u4_g128": {0: (254, 270, 322, 322), 4: (327, 343, 392, 392), 2: (404, 422, 488, 488)},
+    "u4_g32": {0: (324, 396, 552, 552), 4: (387, 451, 601, 601), 2: (474, 530, 686, 686)},
+    "u8": {0: (96, 96, 104, 104), 4: (149, 149, 161, 161), 2: (214, 214, 226, 226)},
+    "e4m3": {0: (308, 308, 308, 308), 4: (345, 345, 345, 345), 2: (410, 410, 410, 410)},
+    "e4m3_g128": {0: (338, 344, 343, 343), 4: (395, 403, 403, 403), 2: (474, 482, 482, 482)},
+    "e2m1_g32_exponents": {0: (474, 506, 506, 506), 4: (545, 581, 581, 581), 2: (630, 666, 666, 666)},
+}
+"""Machine instructions of a warp for 4 KB of a weight, by the slots of a ring's stage and `row_counts`; 0: without a
+ring. They are those of the loop, without a tile's end."""
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
 _SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10}  # of a block, less what ptxas rounds up
 _LEAST_SHARED_BYTES = 98 << 10  # on other architectures
@@ -94,12 +98,18 @@ def _kernel(
     threads = (warps + has_one_more) * 32
     shrink = riding.shrinker(DTYPE, warps + has_one_more, rows) if takes_adapters else None
     aim_one, expand = riding.expander(DTYPE) if takes_adapters else (None, None)
-    tile_floats, num_parts = _most_sums(rows), 2 if is_gated else 1
-    two_tiles_floats = 2 * tile_floats
+    tiles = riding.kept_tiles(
+        DTYPE, out_dtype, rows, activation, _most_sums(rows), 0 if is_gated else ROWS, warps * 32
+    )  # fmt: skip
+    num_parts = 2 if is_gated else 1
+    place_kept, expand_tiles, finish_tiles, num_floats = tiles.place, tiles.expand, tiles.finish, tiles.num_floats
+    most_kept = tiles.most
+    meet = riding.multiplying_barrier(warps * 32) if has_one_more else sync_block
 
     @device_function
     def multiply_blocks(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, expanded, added
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, kept, expanded,
+        added,
     ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array((num_rows, warps), uint32)
@@ -170,7 +180,7 @@ def _kernel(
                 greatest[row, warp] = most
                 row_squares[row, warp] = own_squares
             row = uint32(row + uint32(1))
-        sync_block()
+        meet()
         row = uint32(0)
         while row < uint32(num_rows):
             most, there = uint32(0), uint32(0)  # rows that are not there are zeros
@@ -187,9 +197,11 @@ def _kernel(
                 if lane == uint32(0):
                     wholes[row] = whole
             row = uint32(row + uint32(1))
-        sync_block()
+        meet()
         x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
-        turn, goes_on = uint32(0), uint32(1)
+        turn, goes_on, num_kept = uint32(0), uint32(1), uint32(0)
+        columns = uint32(columns_teams * uint32(ROWS))  # of the block
+        first_column, sizes = uint32(block * columns), (m, n, columns)
         while goes_on != uint32(0):
             following, goes_on = uint32(tile + stride), uint32(0)
             if (has_turns or has_ring) and uint32(following - inside) <= last_tile:  # the same in all teams
@@ -212,7 +224,7 @@ def _kernel(
                     between, first, last, lane,
                 )  # fmt: skip
             leave(sums, uint32(partials + uint32(turn * uint32(warps) + warp) * uint32(num_rows_sums * 4)), lane)
-            sync_block()
+            meet()
             if stream == uint32(0) and team < columns_teams:  # whole warps, which add squares
                 if takes_adapters and not has_one_more and tile == uint32(block * columns_teams + inside):
                     riding.wait_for_shrinking(added)
@@ -229,22 +241,22 @@ def _kernel(
                     value = float32(0.0)
                     if lane < uint32(ROWS) and column < n and r < m:
                         value = scale_element(scale_element(total, wholes[r]), row_scale(weight, both, k, column))
-                        if has_one_more:
-                            sum_at = uint32(turn * uint32(tile_floats) + r * columns_teams * uint32(ROWS))
-                            sum_at = uint32(expanded + (sum_at + inside * uint32(ROWS) + inside_tile) * uint32(4))
-                            value += memory.shared_load_f32(sum_at)
-                        elif takes_adapters:
+                        if takes_adapters and not has_one_more:
                             value += expand(aim_one(r, column, added))
                         if is_gated:
                             up = scale_element(scale_element(up, wholes[r]), row_scale(weight, both, k, column + n))
-                            if has_one_more:
-                                sum_at = uint32(sum_at + columns_teams * uint32(num_rows * ROWS * 4))
-                                up += memory.shared_load_f32(sum_at)
-                            elif takes_adapters:
+                            if takes_adapters and not has_one_more:
                                 up += expand(aim_one(r, uint32(column + n), added))
-                            value = gated(value, up)
-                        value = finish(bias, bias_is_f32, residual, out, n, r, column, value)
-                    if not is_gated and squares != uint64(0):
+                            if not has_one_more:
+                                value = gated(value, up)
+                        if has_one_more:
+                            own = uint32(inside * uint32(ROWS) + inside_tile)
+                            memory.shared_store_f32(place_kept(kept, num_kept, uint32(0), r, own, columns), value)
+                            if is_gated:
+                                memory.shared_store_f32(place_kept(kept, num_kept, uint32(1), r, own, columns), up)
+                        else:
+                            value = finish(bias, bias_is_f32, residual, out, n, r, column, value)
+                    if not has_one_more and not is_gated and squares != uint64(0):
                         squared = value * value
                         for i in range(4):
                             squared += shuffle_xor_f32(squared, uint32(1 << i))
@@ -253,44 +265,42 @@ def _kernel(
                             memory.store_f32(squares + part * uint64(4), squared)
             tile = following
             turn ^= uint32(1)
-
-    @device_function
-    def find(index, first_column, sizes):
-        """A low-rank sum's row, and column of the weight: [part, row, column]."""
-        row, up = divide_u32(index, sizes[2]), uint32(0)
-        column = uint32(first_column + index - row * sizes[2])
-        if row >= uint32(num_rows):
-            row, up = uint32(row - uint32(num_rows)), sizes[1]
-        return row, uint32(column + up), row < sizes[0] and column < sizes[1]
-
-    expand_tiles = riding.expanding_warp(DTYPE, find, tile_floats, 2) if has_one_more else None
+            if has_one_more:
+                num_kept, is_last = uint32(num_kept + uint32(1)), goes_on == uint32(0)
+                if is_last or num_kept == uint32(most_kept):
+                    finish_tiles(
+                        kept, expanded, first_column, uint32(num_blocks * columns), num_kept, is_last,
+                        uint32(warp * uint32(32) + lane), bias, bias_is_f32, residual, out, squares, sizes,
+                    )  # fmt: skip
+                    first_column, num_kept = uint32(first_column + num_kept * num_blocks * columns), uint32(0)
 
     @device_function
     def work(block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares, added):
-        expanded = uint32(0)
+        kept, expanded = uint32(0), uint32(0)
         if has_one_more:
-            expanded = memory.shared_address(cuda.shared.array(two_tiles_floats, float32))
+            kept = memory.shared_address(cuda.shared.array(num_floats, float32))
+            expanded = memory.shared_address(cuda.shared.array(num_floats, float32))
         if has_one_more and uint32(cuda.threadIdx.y) == uint32(warps):
             columns = divide_u32(divide_u32(uint32(warps), added[12]) * uint32(ROWS), uint32(num_parts))
-            count, stride = uint32(columns * uint32(num_rows * num_parts)), uint32(num_blocks * columns)
-            expand_tiles(expanded, uint32(block * columns), stride, count, (m, n, columns), added)
+            first_column, stride = uint32(block * columns), uint32(num_blocks * columns)
+            expand_tiles(expanded, first_column, stride, (m, n, columns), num_blocks, added)
         else:
             multiply_blocks(
-                block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, expanded,
-                added,
+                block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, kept,
+                expanded, added,
             )  # fmt: skip
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares):
         multiply_blocks(
             uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            norm, eps, squares, uint32(0), (),
+            norm, eps, squares, uint32(0), uint32(0), (),
         )  # fmt: skip
 
     return Specialisation(
         name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
         + f"_{rows}" * (rows > 1) + "_turns" * has_turns + f"_ring_{ring_slots}" * has_ring
         + "_adapted" * takes_adapters,
-        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemm),
+        kernel=riding.adapted_kernel(shrink, work, counts_out=has_one_more) if takes_adapters else cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=threads,
         min_blocks=2 if has_ring else 1,
@@ -363,14 +373,19 @@ def teams(columns: int, *, is_gated: bool) -> int:
     return most
 
 
+def instructions_of(kernel: Specialisation) -> int:
+    """Machine instructions of a warp for 4 KB of the weight."""
+    weight, rows = str(kernel.constants["weight"]), int(kernel.constants["rows"])
+    packing = packing_of(weight)
+    assert packing is not None
+    return _INSTRUCTIONS[weight][int(kernel.constants["ring_slots"])][row_counts(packing).index(rows)]
+
+
 def seconds(product: Product, machine: Machine) -> float:
     """Seconds by the weight's bytes, by unpacking, by its blocks' reads from the second-level cache, and latency.
     Before it x is read twice, with two barriers."""
-    packing, blocks = packing_of(product.weight), plan(product, machine).grid[0]
-    assert packing is not None
-    instructions = UNPACKING[packing.element][row_counts(packing).index(_rows_of(product))]
-    if machine.arch in HALF_SHARED_BYTES:
-        instructions += _RING_INSTRUCTIONS
+    launch = plan(product, machine)
+    blocks, instructions = launch.grid[0], instructions_of(launch.specialisation)
     num_bytes, at_once = product.weight_bytes, min(blocks, machine.num_multiprocessors)
     start = _START_S + (product.m - 1) * (_NEXT_ROW_S[0] + _NEXT_ROW_S[1] * product.k)
     return start + max(

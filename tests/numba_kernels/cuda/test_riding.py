@@ -144,6 +144,22 @@ def test_equals_float64(arch: str, rounding: str, is_normed: bool, activation: s
 
 
 @pytest.mark.parametrize(
+    ("rounding", "activation", "num_rows"),
+    [
+        ("int4", "silu", 1), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+            ("", "", 1), ("", "silu", 2), ("int4", "", 2), ("fp8", "", 1), ("mxfp4", "silu", 2),
+        )),
+    ],
+)  # fmt: skip
+def test_blocks_that_finish_tiles_several_times(
+    monkeypatch: pytest.MonkeyPatch, rounding: str, activation: str, num_rows: int
+) -> None:
+    """Blocks with rings, each of which takes more tiles than it keeps; only larger products have so many."""
+    monkeypatch.setattr("numba_kernels.cuda.adapters.riding.shared_blocks", lambda *_: (5, 3))
+    test_equals_float64("sm_90a", rounding, True, activation, num_rows)
+
+
+@pytest.mark.parametrize(
     ("arch", "num_rows"),
     [("sm_90a", 8), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("sm_80", 8), ("sm_90a", 1)))],
 )

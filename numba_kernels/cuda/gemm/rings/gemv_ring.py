@@ -58,8 +58,11 @@ def ring_kernel(
     partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
     exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
     shrink = riding.shrinker(dtype, BLOCK_WARPS + 1, rows) if takes_adapters else None
-    tile_floats = BLOCK_WARPS * num_sums  # of a tile's low-rank sums: [team, sum]
-    two_tiles_floats = 2 * tile_floats
+    square_columns, threads = 0 if is_gated else COLUMNS, BLOCK_WARPS * 32
+    tiles = riding.kept_tiles(dtype, out_dtype, rows, activation, BLOCK_WARPS * num_sums, square_columns, threads)
+    place_of, expand_tiles, finish_tiles, num_floats = tiles.place, tiles.expand, tiles.finish, tiles.num_floats
+    most_kept = tiles.most
+    meet = riding.multiplying_barrier(threads) if takes_adapters else sync_block
 
     @device_function
     def ask(weight, n, k, first_column, position, pair, target, barrier):
@@ -90,9 +93,25 @@ def ring_kernel(
                             sums[r * COLUMNS + column] += x_high * high
 
     @device_function
+    def finish_tile(total, row, inside, lane, first_column, bias, residual, out, m, n, bias_is_f32, squares):
+        column = uint32(first_column + inside)
+        if is_gated:
+            total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
+        value = float32(0.0)
+        if row < m and column < n and inside < uint32(out_columns):
+            value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
+        if not is_gated and squares != uint64(0):
+            squared = value * value
+            for i in range(2):
+                squared += shuffle_xor_f32(squared, uint32(1 << i))
+            if inside == uint32(0) and row < m and column < n:
+                part_at = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
+                memory.store_f32(squares + part_at * uint64(4), squared)
+
+    @device_function
     def multiply_tiles(
         block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares,
-        expanded, added,
+        kept, expanded, added,
     ):  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
@@ -155,7 +174,7 @@ def ring_kernel(
                 squared = warp_sum(squared)
                 if lane == uint32(0):
                     partial_squares[warp * uint32(rows) + uint32(r)] = squared
-        sync_block()
+        meet()
         row, inside, scale = lane // uint32(COLUMNS), lane % uint32(COLUMNS), float32(1.0)
         if x_squares != uint64(0) and row < uint32(rows):
             squared = partial_squares[row]
@@ -166,7 +185,9 @@ def ring_kernel(
 
         sums = cuda.local.array(num_sums, float32)
         x_words = cuda.local.array(num_x_words, uint32)
-        stage, phase, turn, group = uint32(0), uint32(0), uint32(0), first
+        stage, phase, turn, group, num_kept = uint32(0), uint32(0), uint32(0), first, uint32(0)
+        columns = uint32(teams * uint32(out_columns))  # of the block
+        first_column, sizes = uint32(block * columns), (m, n, columns)
         while uint32(group - team) < groups:
             for i in range(num_sums):
                 sums[i] = float32(0.0)
@@ -209,69 +230,60 @@ def ring_kernel(
             if team_warps > uint32(1) and lane < uint32(num_sums):
                 partial[turn, warp * uint32(num_sums) + lane] = total
             if takes_adapters or team_warps > uint32(1):
-                sync_block()
+                meet()
             if rank == uint32(0):
                 if lane < uint32(num_sums):
                     for i in range(1, BLOCK_WARPS):
                         if uint32(i) < team_warps:
                             total += partial[turn, uint32(warp + uint32(i)) * uint32(num_sums) + lane]
                 total = scale_element(total, scale)
-                column = uint32(group * uint32(out_columns) + inside)
-                if takes_adapters and lane < uint32(num_sums):
-                    at = uint32(turn * uint32(tile_floats) + team * uint32(num_sums) + lane)
-                    total += memory.shared_load_f32(uint32(expanded + at * uint32(4)))
-                if is_gated:
-                    total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
-                value = float32(0.0)
-                if row < m and column < n and inside < uint32(out_columns):
-                    value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
-                if not is_gated and squares != uint64(0):
-                    squared = value * value
-                    for i in range(2):
-                        squared += shuffle_xor_f32(squared, uint32(1 << i))
-                    if inside == uint32(0) and row < m and column < n:
-                        part_at = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
-                        memory.store_f32(squares + part_at * uint64(4), squared)
+                if takes_adapters:
+                    part, own = inside // uint32(out_columns), uint32(team * uint32(out_columns))
+                    own = uint32(own + inside % uint32(out_columns))
+                    if lane < uint32(num_sums):
+                        memory.shared_store_f32(place_of(kept, num_kept, part, row, own, columns), total)
+                else:
+                    finish_tile(
+                        total, row, inside, lane, uint32(group * uint32(out_columns)), bias, residual, out, m, n,
+                        bias_is_f32, squares,
+                    )  # fmt: skip
             turn ^= uint32(1)
             group = uint32(group + stride)
-
-    @device_function
-    def find(index, first_column, sizes):
-        """A low-rank sum's row, and column of the weight."""
-        team, own = index // uint32(num_sums), index % uint32(num_sums)
-        row, inside = own // uint32(COLUMNS), own % uint32(COLUMNS)
-        column = uint32(first_column + team * uint32(out_columns) + inside % uint32(out_columns))
-        up = sizes[1] if inside >= uint32(out_columns) else uint32(0)
-        return row, uint32(column + up), row < sizes[0] and column < sizes[1]
-
-    expand_tiles = riding.expanding_warp(dtype, find, tile_floats, 1) if takes_adapters else None
+            if takes_adapters:
+                num_kept, is_last = uint32(num_kept + uint32(1)), uint32(group - team) >= groups
+                if is_last or num_kept == uint32(most_kept):
+                    finish_tiles(
+                        kept, expanded, first_column, uint32(num_blocks * columns), num_kept, is_last,
+                        uint32(warp * uint32(32) + lane), bias, bias_is_f32, residual, out, squares, sizes,
+                    )  # fmt: skip
+                    first_column, num_kept = uint32(first_column + num_kept * num_blocks * columns), uint32(0)
 
     @device_function
     def work(
         block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
     ):  # fmt: skip
-        expanded = memory.shared_address(cuda.shared.array(two_tiles_floats, float32))
+        kept = memory.shared_address(cuda.shared.array(num_floats, float32))
+        expanded = memory.shared_address(cuda.shared.array(num_floats, float32))
         if uint32(cuda.threadIdx.y) == uint32(BLOCK_WARPS):
-            teams = divide_u32(uint32(BLOCK_WARPS), added[12])
-            columns = uint32(teams * uint32(out_columns))
-            count, stride = uint32(teams * uint32(num_sums)), uint32(num_blocks * columns)
-            expand_tiles(expanded, uint32(block * columns), stride, count, (m, n, columns), added)
+            columns = uint32(divide_u32(uint32(BLOCK_WARPS), added[12]) * uint32(out_columns))
+            first_column, stride = uint32(block * columns), uint32(num_blocks * columns)
+            expand_tiles(expanded, first_column, stride, (m, n, columns), num_blocks, added)
         else:
             multiply_tiles(
                 block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
-                squares, expanded, added,
+                squares, kept, expanded, added,
             )  # fmt: skip
 
     def gemv_ring(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         multiply_tiles(
             uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            x_squares, x_parts, eps, squares, uint32(0), (),
+            x_squares, x_parts, eps, squares, uint32(0), uint32(0), (),
         )  # fmt: skip
 
     return Specialisation(
         name=f"gemv_ring_{dtype}_{out_dtype}_{rows}{'_' if is_gated else ''}{activation}"
         + "_adapted" * takes_adapters,
-        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemv_ring),
+        kernel=riding.adapted_kernel(shrink, work, counts_out=True) if takes_adapters else cuda.jit(gemv_ring),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=(BLOCK_WARPS + takes_adapters) * 32,
         min_blocks=2,
