@@ -40,8 +40,9 @@ def test_equals_float64(gpu, dtype, out_dtype, but):
         product.check(product.run(gpu, "skinny"))
 
 
-def test_integers_are_exact(gpu):
-    for sizes in (*(sizes for sizes in SHAPES[1::3] if sizes[0] <= 16), (15, 20, 0)):
+@pytest.mark.parametrize("most_rows", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
+def test_integers_are_exact(gpu, most_rows):
+    for sizes in (*(sizes for sizes in SHAPES[1::3] if sizes[0] <= most_rows), (most_rows - 1, 20, 0)):
         product = case(sizes, "bf16", integers=True)
         product.check(product.run(gpu, "skinny"))
 
@@ -108,8 +109,9 @@ def test_blocks_that_fit_twice_on_a_multiprocessor_start_late(gpu):
     assert rows == [False, False, True]  # in front of the first there is nothing
 
 
-def test_writes_nothing_beyond_its_output(gpu):
-    product = case((14, 13, 24), "bf16", bias=None, residual=False)
+@pytest.mark.parametrize("rows", [14, *(pytest.param(rows, marks=pytest.mark.exhaustive) for rows in (18, 50))])
+def test_writes_nothing_beyond_its_output(gpu, rows):
+    product = case((rows, 13, 24), "bf16", bias=None, residual=False)
     m, n, k = product.sizes
     guarded = put(gpu, np.full((m + 2, n), 7, numpy_dtype("bf16")))
     x, weight = put(gpu, product.x), put(gpu, product.weight)

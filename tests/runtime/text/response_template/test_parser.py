@@ -18,6 +18,7 @@ from tests.runtime.text.answers import Message, cut, message_of, message_of_part
 from tests.runtime.text.response_template.cases import GOLDENS, TEMPLATES, TOOLS
 from tests.runtime.text.test_pipeline import outputs_of, run
 from tests.runtime.text.tokenizers import with_special
+from tokenizer.patterns.linear_pattern import StepsError
 
 READ = {name: read_response_template(given) for name, given in TEMPLATES.items()}
 FUNCTIONS: dict[str, Any] = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
@@ -120,7 +121,10 @@ def test_an_anchor_that_takes_too_many_steps_is_none(monkeypatch: pytest.MonkeyP
     tokenizer.response_template = {"start_anchor_pattern": "a(?:[^b]*b)?", "fields": {"content": {}}}
     template = AnswerTemplate.of(tokenizer)
     assert template is not None
-    ids = tokenizer.encode("a" * 900 + "c" * 300, add_special_tokens=False)
+    text = "a" * 900 + "c" * 300
+    with pytest.raises(StepsError):
+        list(template.template.anchor.pattern.matches(text))
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert message_of_parts(parts_of(template.parser(tokenizer, ids, None), ["Yes."])) == Message("Yes.")
 
 
