@@ -294,13 +294,13 @@ class Engine:
 
     def advance_embeddings(self) -> None:
         """Run one forward pass over prompts to embed, if there is work and the engine is awake."""
-        if not self.pauses.blocks:
+        if not self.pauses.is_stopped:
             self.embedder.advance()
 
     @property
     def has_embeddings(self) -> bool:
         """Whether prompts to embed can be computed."""
-        return self.embedder.has_work and not self.pauses.blocks
+        return self.embedder.has_work and not self.pauses.is_stopped
 
     def cancel_all(self) -> list[EngineOutput]:
         """End every request."""

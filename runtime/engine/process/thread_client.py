@@ -217,7 +217,7 @@ class ThreadEngineClient(EngineClient):
             return None
         with self._condition:
             self._check_alive()
-            if not self._is_idle or self._is_called or self._borrower is not None or engine.pauses.blocks:
+            if not self._is_idle or self._is_called or self._borrower is not None or engine.pauses.is_stopped:
                 return None
             self._borrower = threading.current_thread()
         try:

@@ -129,16 +129,17 @@ class Pauses:
     @property
     def is_held(self) -> bool:
         """Whether new requests are held."""
-        return bool(self._changes) or self._is_stopped
+        return bool(self._changes) or self.is_stopped
 
     @property
-    def _is_stopped(self) -> bool:
+    def is_stopped(self) -> bool:
+        """Whether nothing may be computed: it is paused, or has no weights or no pages."""
         return self.is_paused or not (self.has_weights and self.has_pages)
 
     @property
     def blocks(self) -> bool:
         """Whether no step may be started, and no change is pending."""
-        return self._is_stopped and not self._changes
+        return self.is_stopped and not self._changes
 
     @property
     def can_advance(self) -> bool:
@@ -211,7 +212,8 @@ class Pauses:
             if change.mode in _QUIET_MODES:
                 if not self._is_quiet:
                     return True
-                self._parts.finish_embeddings()
+                if not self.is_stopped:  # else none has begun
+                    self._parts.finish_embeddings()
             self._changes.popleft()
             self.is_changing = True
             try:
@@ -226,7 +228,7 @@ class Pauses:
                 change.future.set_result(found.numbers)
             finally:
                 self.is_changing = False
-        if self._is_stopped:
+        if self.is_stopped:
             return False
         self._release(go_on)
         return True

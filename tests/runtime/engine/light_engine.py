@@ -70,7 +70,7 @@ class LightEngine:
         self.executor = SimpleNamespace(close=lambda: None, tallies=list, takes_any_thread=False)
         self.embedder = SimpleNamespace(prepare=lambda *asked: SimpleNamespace(future=Future()))
         self.has_embeddings, self.hand_overs = False, None
-        self.pauses = SimpleNamespace(blocks=False, is_changing=False, version="0")
+        self.pauses = SimpleNamespace(blocks=False, is_stopped=False, is_changing=False, version="0")
         self.num_unscheduled = self.num_unscheduled_tokens = self.num_requests = self.num_tokens = 0
         self._open: dict[str, tuple[Request, dict[int, int]]] = {}  # drawn tokens by choice
 

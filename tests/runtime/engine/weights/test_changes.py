@@ -17,6 +17,7 @@ import pytest
 from models.checkpoints.given_weights import SHARED_FOLDER, shared_path, shared_weights, write_shared
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from runtime.engine.errors import EngineDeadError, RequestError
+from runtime.engine.messages import PoolingRequest
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.steps.executor import ExecutorLostError
 from runtime.engine.weights.commands import (
@@ -210,6 +211,26 @@ def test_update_while_asleep(folders: tuple[Path, Path], answers: dict[str, Any]
     assert told(client, WakeUp(("kv_cache",))).sleep_level == 0
     assert Asked(client, "after", prompt_of(CASE)).answer() == Answer(answers["new"], "length", "new", 0)
     client.close()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_embeddings_wait_for_a_stopped_engine(folders: tuple[Path, Path], level: int) -> None:
+    """No order computes them before; then they are the new weights'."""
+    client, other = (opened(folder) for folder in folders)
+    asked = PoolingRequest([1, 2, 3])
+    expected = [each.embed(asked).result(TIMEOUT_S) for each in (client, other)]
+    told(client, Sleep(level))
+    waiting = client.embed(asked)
+    for command in (TellState(), Sleep(level), PauseAll("keep"), DropWeights()):
+        told(client, command)
+    client.update_weights(FolderWeights(str(folders[1])), "new", "wait")
+    assert client.embed_here(asked) is None
+    assert not waiting.done()
+    told(client, WakeUp(()))
+    np.testing.assert_array_equal(waiting.result(TIMEOUT_S), expected[1])
+    assert (expected[0] != expected[1]).any()
+    for each in (client, other):
+        each.close()
 
 
 def test_arrays_and_shared_memory(folders: tuple[Path, Path], answers: dict[str, Any]) -> None:
