@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from cuda.bindings import driver as bindings
 from numpy.typing import NDArray
 
 from runtime import ops
@@ -26,11 +25,10 @@ from runtime.batch import Batch
 from runtime.bench.environment import finished
 from runtime.bench.metrics import BenchmarkError
 from runtime.device.device import Device
-from runtime.device.driver import Driver
+from runtime.device.driver import Driver, cuda_bindings
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelList
 from runtime.dtype import float32
-from runtime.emulator.driver.emulated_driver import DryDriver
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.limits import resolve
@@ -39,6 +37,7 @@ from runtime.engine.messages import EngineInfo, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.later import later
 from runtime.pooling import PoolingTask
 from runtime.tensor.tensor import Tensor
 
@@ -47,6 +46,7 @@ STEP_TOKENS = 1 << 16
 VOCAB_SIZE = 64
 PARTS = ("schedule", "prepare", "commit")
 DRY_ARCH = "sm_90a"
+_emulated_driver = later("runtime.emulator.driver.emulated_driver")  # needs the GPU libraries
 
 
 class HollowModel:
@@ -176,7 +176,7 @@ def measure_graphs(num_seqs: int, context_len: int, num_steps: int, seed: int = 
 
 def _dry_device() -> str:
     """A dummy GPU."""
-    driver = Driver(DryDriver(DRY_ARCH), bindings, arch=DRY_ARCH)
+    driver = Driver(_emulated_driver.DryDriver(DRY_ARCH), cuda_bindings("a dummy GPU"), arch=DRY_ARCH)
     driver.call("cuInit", 0)
     device = Device(f"emulated:{DRY_ARCH}")
     Gpu(device, driver, kernel_cache=KernelList()).install()

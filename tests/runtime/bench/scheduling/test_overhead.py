@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -22,6 +24,18 @@ def test_every_part_is_measured() -> None:
     for result in report["results"]:
         assert 0 < max(result["schedule_ms"], result["prepare_ms"], result["commit_ms"]) < result["host_p90_ms"]
         assert 0 < result["graph_host_ms"] <= result["graph_host_p90_ms"]
+
+
+def test_without_the_gpu_libraries_graphs_are_left_out() -> None:
+    script = """
+import sys
+sys.modules["cuda"] = None
+from runtime.bench.scheduling.overhead import bench_overhead
+(result,) = bench_overhead(batch_sizes=(2,), context_lens=(5,), num_steps=2)["results"]
+print("host_ms" in result, "graph_host_ms" in result)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
 
 
 def test_every_step_is_recorded_and_draws_what_the_logits_favour() -> None:
