@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -155,8 +156,16 @@ def test_blocks_that_finish_tiles_several_times(
     monkeypatch: pytest.MonkeyPatch, rounding: str, activation: str, num_rows: int
 ) -> None:
     """Blocks with rings, each of which takes more tiles than it keeps; only larger products have so many."""
-    monkeypatch.setattr("numba_kernels.cuda.adapters.riding.shared_blocks", lambda *_: (5, 3))
+    riding = importlib.import_module("numba_kernels.cuda.adapters.riding")
+    tiles_of_products: list[int] = []
+
+    def few_blocks(tiles: int, at_once: int, rows: int, ranks: int) -> tuple[int, int]:
+        tiles_of_products.append(tiles)
+        return 3, 3
+
+    monkeypatch.setattr(riding, "shared_blocks", few_blocks)
     test_equals_float64("sm_90a", rounding, True, activation, num_rows)
+    assert min(tiles_of_products) > 3 * riding.most_kept(num_rows)
 
 
 @pytest.mark.parametrize(
