@@ -816,8 +816,8 @@ def text_attention(
 
 
 def pooled_texts(x: Tensor, query_start: Tensor, pooling: str) -> Tensor:
-    """One row ``[n, H]`` for each of n texts, of whose tokens ``x [T, H]`` has the hidden states; they begin at
-    ``query_start [n + 1]``. ``pooling`` is one of `runtime.pooling.POOLINGS`. On the CPU alone."""
+    """The pooled rows ``[n, H]`` of n texts. ``x [T, H]`` has the hidden states of their tokens; text i begins at
+    ``query_start[i]`` of ``[n + 1]``. ``pooling`` is one of `runtime.pooling.POOLINGS`. On the CPU alone."""
     op, backend = "pooled_texts", _backend("pooled_texts", "x", x)
     check(op, "x", x, x.device, float32, (None, None))
     check(op, "query_start", query_start, x.device, int32, (None,))

@@ -123,7 +123,7 @@ class LinearWeight:
 
     @property
     def formats(self) -> tuple[WeightFormat, ...]:
-        """Those of its parts."""
+        """The formats of its parts."""
         return (self.format,)
 
 

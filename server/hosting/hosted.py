@@ -158,7 +158,7 @@ class HostedModel:
 
     @property
     def engine_state(self) -> EngineState | None:
-        """Its engine's; None before it was first loaded."""
+        """Its engine's state; None before it is first loaded."""
         return None if self._model is None else self._model.client.state
 
     def load(self) -> LoadedModel:

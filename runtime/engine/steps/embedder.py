@@ -80,7 +80,7 @@ class Embedding:
 
     @property
     def future(self) -> Future[NDArray[np.float32]]:
-        """Made when it is first asked for: one that is computed at once needs none."""
+        """Made at its first use: an embedding that is computed at once needs none."""
         if self._future is None:
             self._future = Future()
         return self._future
@@ -208,7 +208,7 @@ class Embedder:
             embedding.future.set_exception(EmbeddingError(why))
 
     def run_alone(self, embedding: Embedding) -> NDArray[np.float32]:
-        """The result of one that takes one pass, while none waits. Raises ``EmbeddingError``."""
+        """The result of an embedding of one pass, while no other waits. Raises ``EmbeddingError``."""
         try:
             self._run([embedding])
             return self._result(embedding)
@@ -316,7 +316,7 @@ class Embedder:
 
 
 def _shared_pooling(chosen: Sequence[Embedding]) -> str:
-    """The one pooling of all tokens of each, or ""."""
+    """The pooling that each takes over all of its tokens; "" if there is no such one."""
     pooling = chosen[0].pooling
     if pooling in POOLINGS and all(each.pooling == pooling and not each.num_unpooled for each in chosen):
         return pooling
