@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_626,
     "runtime/linear": 3_469,
     "runtime/kv": 1_931,
-    "runtime/engine": 29_122,
+    "runtime/engine": 29_123,
     "runtime/text": 7_342,
     "runtime/llm": 1_983,
     "runtime/parallel": 2_876,

@@ -17,6 +17,7 @@ from runtime.backends import cpu
 from runtime.device.device import CPU, Device
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import EngineLimits
+from runtime.engine.steps import encoder_passes
 from runtime.engine.steps.embedder import Embedding
 from runtime.engine.steps.encoder_passes import EncoderPasses
 from runtime.engine.steps.pooling_pass import PagedSidePass
@@ -143,6 +144,26 @@ def test_replays_have_the_bits_of_the_passes_that_they_replace(tmp_path: Path, c
     with pytest.raises(InvalidArgumentError, match="token"):
         replay([[10**6, *IDS[1:]]])
     np.testing.assert_array_equal(replay([IDS], [second]), run([IDS], [second]))
+
+
+def test_an_interrupt_between_a_recording_s_arrays_leaves_no_wrong_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(write_encoder(tmp_path, "bert"))
+    run, replay = passes_of(model), passes_of(model, EncoderPasses(model, LIMITS, open_recorder(CPU)))
+    first, second = [IDS[:9], IDS[:2]], [IDS[:2], IDS[:9]]
+    np.testing.assert_array_equal(replay(first), run(first))
+
+    def write(target: Array, given: Array) -> None:
+        target[...] = given
+        if len(given) == len(second) + 1:  # where texts begin
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder_passes, "_write", write)
+        with pytest.raises(KeyboardInterrupt):
+            replay(second)
+    np.testing.assert_array_equal(replay(first), run(first))
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

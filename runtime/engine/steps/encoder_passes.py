@@ -142,6 +142,7 @@ class EncoderPasses:
                 inputs.give(batch)
                 return self._forward(batch, self.pages, pooling)
         else:
+            found.lengths = ()  # an interrupt may leave arrays of both
             for name, target in found.layout.arrays.items():
                 _write(target, layout.arrays[name])
             for window, target in found.inputs.until.items():
