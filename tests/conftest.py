@@ -82,7 +82,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Gives the test its threads."""
+    """One thread for the tests of `ONE_THREAD`, all threads for others."""
     has_one = item.nodeid.startswith(ONE_THREAD)
     pool.limit_threads(1 if has_one else pool.NUM_THREADS)
     if has_one or _given_threads is not None:

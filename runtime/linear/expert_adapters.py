@@ -36,7 +36,7 @@ class LowRankExperts:
         self._options: LoadOptions | None = None
 
     def allocate(self, options: LoadOptions) -> None:
-        """Notes the type of pairs: float32 on a GPU in float16, in which sums between could be too large."""
+        """Notes the type of pairs: float32 for float16 on a GPU, since sums between may be beyond 65,504."""
         is_narrow = options.device.kind != "cpu" and options.dtype is float16
         self._options = replace(options, dtype=float32) if is_narrow else options
 

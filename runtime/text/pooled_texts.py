@@ -31,7 +31,7 @@ def num_unpooled(tokenizer: Tokenizer, pooling: PoolingInfo, prompt_name: str | 
 
 def check_cut(token_ids: list[int], truncate_prompt_tokens: int | None) -> None:
     """Raises ``RequestError`` if a text that was cut to so many tokens still has more: the special ones around it, and
-    what a template writes around a pair, are never cut. Also for a number of tokens that is none."""
+    what a template writes around a pair, are never cut. Also if the number is no count."""
     check_truncation(truncate_prompt_tokens)
     if truncate_prompt_tokens is not None and 0 < truncate_prompt_tokens < len(token_ids):
         raise RequestError(

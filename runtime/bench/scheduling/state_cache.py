@@ -42,7 +42,7 @@ class Hybrid:
 
     @property
     def state_share(self) -> float:
-        """The share of states that an engine takes."""
+        """The share of the bytes that an engine gives to states."""
         state_tokens = self.state_bytes / self.token_bytes
         return state_tokens / (state_tokens + tokens_beside_state(state_tokens))
 
