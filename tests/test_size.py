@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_626,
     "runtime/linear": 3_469,
     "runtime/kv": 1_931,
-    "runtime/engine": 29_123,
+    "runtime/engine": 29_148,
     "runtime/text": 7_342,
     "runtime/llm": 1_983,
     "runtime/parallel": 2_876,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "runtime/bench": 12_229,
     "runtime": 3_784,
     "models": 20_511,
-    "server": 23_619,
+    "server": 23_630,
     "tokenizer": 7_628,
     "tools": 20_529,
 }

@@ -100,7 +100,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None  # runs while the body of an answered request arrives
-        self._num_rest_bytes = 0  # of that body
+        self._num_body_bytes = 0  # received of the current body, in chunks that may begin before it
+        self._body_end_s = 0.0  # when it has to be there
         self._refusal: ApiError | None = None
         self._is_refused = False
         self._chunk = b""
@@ -128,11 +129,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._rest_timer is not None:
-            self._num_rest_bytes += len(data)
-            if self._num_rest_bytes > self.limits.max_discarded_bytes:
-                self.transport.close()
-                return
+        is_rest = self._rest_timer is not None
+        self._num_body_bytes += len(data)
+        if is_rest and self._num_body_bytes > self.limits.max_discarded_bytes:
+            self._close()
+            return
         if self._is_reading_head:
             self._num_head_bytes += len(data)
             if self.crowd.wait_of(self) in (Wait.SILENT, Wait.IDLE):
@@ -142,6 +143,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._chunk = data
         super().data_received(data)
         self._chunk = b""
+        if is_rest and self._rest_timer is None and not (self._is_answering or self.transport.is_closing()):
+            self.crowd.put(self, Wait.IDLE)
+            idle = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = idle
         if self._is_reading_head and self._num_head_bytes and not self._is_refused:  # a head that is not whole
             if self._num_head_bytes > self.limits.max_header_bytes:
                 self._refuse(self._too_large())
@@ -174,8 +179,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._is_repeating = False
             return
         self._is_reading_head = False
-        self._num_parsed_bytes = 0
+        self._num_parsed_bytes, self._num_body_bytes = 0, len(self._chunk)
+        self._body_end_s = self.loop.time() + self.limits.body_timeout_s
         self._stop_head_timer()
+        if self.transport.is_closing():
+            return  # the answer before was the last
         if len(self.connections) > self.limits.max_connections:
             self.scope[SURPLUS] = True  # type: ignore[literal-required]
         super().on_headers_complete()
@@ -207,11 +215,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self.turns.release(self)
         if self._rest_timer is not None and not self.cycle.keep_alive:
-            self.transport.close()
+            self._close()
         self._stop_rest_timer()
         self._is_reading_head = True
         self._num_head_bytes = 0
-        if self.crowd.wait_of(self) in (Wait.HEAD, Wait.BODY):
+        if self.crowd.wait_of(self) in (Wait.HEAD, Wait.BODY, Wait.IDLE):
             self.crowd.put(self, None)
 
     def close_after_body(self) -> None:
@@ -223,8 +231,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self.cycle.more_body and self.cycle.response_complete and not self.transport.is_closing():
-            self._num_rest_bytes = 0
-            self._rest_timer = self.loop.call_later(self.limits.body_timeout_s, self.transport.close)
+            self._rest_timer = self.loop.call_at(self._body_end_s, self._close)
         super().on_response_complete()
         if self.transport.is_closing() and self.transport.get_write_buffer_size() > 0:
             self._start_slow_timer()  # closing waits until the client has read the rest
@@ -248,7 +255,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls it when the parser fails."""
         if self._rest_timer is not None:
-            self.transport.close()
+            self._close()
             return
         self._refuse(self._refusal or ApiError(400, "This is no valid HTTP/1.1 request.", code="invalid_http"))
 
@@ -314,6 +321,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         ]
         logger.info("request %s was refused before it was whole: %d %s", request_id, error.status, error.code)
         self.transport.write(b"".join(lines))
+        self._close()
+
+    def _close(self) -> None:
+        """Closes the connection once the client has read what is written, within limits."""
         self.transport.close()
         self._start_slow_timer()
 

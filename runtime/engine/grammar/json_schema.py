@@ -86,7 +86,7 @@ class _Preparer:
         self._references = References(root if isinstance(root, dict) else {}, _KNOWN)
         self._disjointness = Disjointness(self._references)
         self._notes = Prepared()
-        self._objects = ObjectKeywords(self._schema, self._references, self._notes, closes)
+        self._objects = ObjectKeywords(self._schema, self._defined, self._references, self._notes, closes)
         self._definitions: dict[tuple[int, bool], str] = {}
         self._waiting: list[tuple[str, Any, str, bool]] = []
 
@@ -309,16 +309,20 @@ class _Preparer:
             target = self._references.followed(find(node, reference))
         except LookupError as error:
             raise schema_error(where, str(error.args[0])) from None
+        names = reference.partition("#")[2].strip("/").replace("~1", "/").split("/")
+        shown = "" if target is self._root else place_in("", *names) if names != [""] else reference
+        return self._defined(target, shown if isinstance(target, dict) else where, is_part)
+
+    def _defined(self, target: Any, place: str, is_part: bool) -> Schema:
+        """The schema, by reference to one of the definitions, so that it may apply in several places."""
         if isinstance(target, dict) and target.get("not") in (True, {}) and "not" in target:
             return False
         if not isinstance(target, dict):
-            return self._schema(target, where, is_part)
+            return self._schema(target, place, is_part)
         key = id(target), is_part
         if key not in self._definitions:
             self._definitions[key] = f"d{len(self._definitions)}"
-            names = reference.partition("#")[2].strip("/").replace("~1", "/").split("/")
-            shown = "" if target is self._root else place_in("", *names) if names != [""] else reference
-            self._waiting.append((self._definitions[key], target, shown, is_part))
+            self._waiting.append((self._definitions[key], target, place, is_part))
         return {"$ref": f"#/$defs/{self._definitions[key]}"}
 
     def _condition(self, found: dict[str, Any], place: str) -> list[Schema]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,15 +29,17 @@ _SAYS_WHICH_KEYS = ("additionalProperties", "unevaluatedProperties", "patternPro
 class ObjectKeywords:
     """
     prepare     a subschema, its place, and whether it is one part of an object's declaration
+    define      the same for several places: without it nested patterns would multiply the schema
     references  of the whole schema
     notes       collects the findings
     closes      an object with declared properties and no rule for further ones gets none
     """
 
     def __init__(
-        self, prepare: Callable[[Any, str, bool], Schema], references: References, notes: Prepared, closes: bool
-    ) -> None:
-        self._prepare = prepare
+        self, prepare: Callable[[Any, str, bool], Schema], define: Callable[[Any, str, bool], Schema],
+        references: References, notes: Prepared, closes: bool,
+    ) -> None:  # fmt: skip
+        self._prepare, self._define = prepare, define
         self._references = references
         self._notes = notes
         self._closes = closes
@@ -54,8 +58,9 @@ class ObjectKeywords:
                 raise schema_error(place_in(place, name), f"{name} must be an object of schemas, got {table!r:.60}")
             for key, each in (table or {}).items():
                 self._notes.note_characters(key)
-                schema = self._prepare(each, place_in(place, name, key), False)
                 keys = [key] if name == "properties" else _names_of(key)
+                prepare = self._define if len(keys or ()) > 1 else self._prepare
+                schema = prepare(each, place_in(place, name, key), False)
                 if keys is None:
                     result.setdefault(name, {})[_key_pattern(key, place)] = schema
                     continue
@@ -223,14 +228,30 @@ def _may_declare(schema: Any) -> bool:
 
 
 def _names_of(pattern: str) -> list[str] | None:
-    """The keys that match, if the pattern lists them, as `^(one|two)$` does. llguidance fails if a pattern matches no
-    key that is not declared too, and lets a pattern's key come twice."""
-    listed = _LISTED.fullmatch(pattern)
-    return None if listed is None else (listed[1] or listed[2]).replace("\\", "").split("|")
+    """The keys that match, if the pattern lists a few, as `^(one|two)$` and `^[ab]$` do. llguidance fails if a pattern
+    matches no key that is not declared too, and lets a pattern's key come twice."""
+    if (listed := _LISTED.fullmatch(pattern)) is None:
+        return None
+    names = list[str]()
+    for each in re.split(r"(?<!\\)\|", listed[1] or listed[2]):
+        parts = [_characters(part) for part in re.findall(_PART, each)]
+        if not 0 < math.prod(map(len, parts)) <= MOST_NAMES - len(names):
+            return None
+        names += map("".join, itertools.product(*parts))
+    return list(dict.fromkeys(names))
 
 
-_NAME = r"(?:[\w ,:;@/-]|\\[.$+*?()\[\]{}|^/-])+"
-_LISTED = re.compile(rf"\^(?:({_NAME})|\((?:\?:)?({_NAME}(?:\|{_NAME})*)\))\$")
+def _characters(part: str) -> list[str]:
+    """Those that match one part of a pattern; of a range, a few more than `MOST_NAMES` at most."""
+    if not part.startswith("["):
+        return [part[-1]]
+    spans = [range(ord(each[0]), ord(each[-1]) + 1) for each in re.findall(r"\w-\w|.", part[1:-1])]
+    return list(dict.fromkeys(chr(code) for span in spans for code in span[: MOST_NAMES + 1]))
+
+
+MOST_NAMES = 64
+_PART = r"(?:[\w ,:;@/-]|\\[.$+*?()\[\]{}|^/-]|\[(?:\w-\w|[\w ,:;@/])+\])"
+_LISTED = re.compile(rf"\^(?:({_PART}+)|\((?:\?:)?({_PART}+(?:\|{_PART}+)*)\))\$")
 
 
 def _key_pattern(pattern: str, place: str) -> str:

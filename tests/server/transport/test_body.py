@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import httpx
@@ -150,6 +151,51 @@ def test_the_rest_of_a_body_may_not_come(hurried: Served, rest: bytes) -> None:
         client.sendall(rest)
         while received := client.recv(1 << 16):
             assert b"HTTP/1.1" not in received
+
+
+@pytest.mark.parametrize("next_head", [b"", b"POST /nope HTTP/1.1\r\n"])
+def test_a_connection_that_is_kept_after_the_rest_of_a_body_may_not_idle(
+    tokenizer: Tokenizer, next_head: bytes
+) -> None:
+    begin = head("Transfer-Encoding: chunked").replace(CHAT.encode(), b"/nope")
+    with faked(tokenizer, config=ServerConfig(keep_alive_timeout_s=1)) as served:
+        address = urlsplit(served.url)
+        with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
+            client.sendall(begin)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+            client.sendall(b"0\r\n\r\n" + head(f"Content-Length: {len(BODY)}") + BODY)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            client.sendall(begin)
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+            client.sendall(b"0\r\n\r\n" + next_head)
+            assert client.recv(1 << 16) == b""
+
+
+def test_nothing_is_served_after_the_last_answer(served: Served) -> None:
+    begin = head("Transfer-Encoding: chunked", "Connection: close").replace(CHAT.encode(), b"/nope")
+    address = urlsplit(served.url)
+    with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
+        client.sendall(begin)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
+        client.sendall(b"0\r\n\r\n" + head(f"Content-Length: {len(BODY)}") + BODY)
+        while received := client.recv(1 << 16):
+            assert b"HTTP/1.1" not in received
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    assert not served.engine.requests
+
+
+def test_the_rest_of_a_discarded_body_counts_with_it(small: Served) -> None:
+    address = urlsplit(small.url)
+    with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
+        client.sendall(head("Transfer-Encoding: chunked") + (b"4000\r\n" + b"x" * 0x4000 + b"\r\n") * 8)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+        num_sent = 0
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while num_sent < 50:
+                client.sendall(b"400\r\n" + b"x" * 0x400 + b"\r\n")
+                num_sent += 1
+                time.sleep(0.02)
+        assert num_sent < 50
 
 
 def test_a_body_that_does_not_arrive(hurried: Served) -> None:

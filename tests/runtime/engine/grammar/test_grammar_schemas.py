@@ -109,7 +109,7 @@ def accepts(schema: Any, value: Any, vocabulary: Vocabulary, tokenizer: Tokenize
     return matcher.ll_matcher.try_consume_tokens(ids) == len(ids) and matcher.ll_matcher.is_accepting()
 
 
-@pytest.mark.parametrize("pattern", ["^a$", "^(?:a|b)$", "^(a|b\\.c)$"])
+@pytest.mark.parametrize("pattern", ["^a$", "^[ab]$", "^(?:a|b)$", "^(a|b\\.c)$", "^([ab]|b\\.c|d\\|e)$"])
 def test_a_pattern_that_lists_its_keys_is_like_their_properties(
     pattern: str, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
@@ -122,8 +122,19 @@ def test_a_pattern_that_lists_its_keys_is_like_their_properties(
     assert accepts(schema, {"a": 4}, vocabulary, tokenizer)
     for wrong in ({"a": 3}, {"a": "b"}, {"a": 4, "c": 1}):
         assert not accepts(schema, wrong, vocabulary, tokenizer)
-    further = {key: 2 for key in ("b", "b.c") if re.search(pattern, key)}
+    further = {key: 2 for key in ("b", "b.c", "d|e") if re.search(pattern, key)}
     assert accepts(schema, {"a": 4, **further}, vocabulary, tokenizer)
+    declared = {**schema, "properties": {key: {"multipleOf": 2} for key in ("a", *further)}}
+    assert accepts(declared, {"a": 4, **further}, vocabulary, tokenizer)
+
+
+def test_nested_patterns_do_not_multiply_a_schema(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    schema, value = {"type": "integer"}, 1
+    for _ in range(20):
+        schema = {"type": "object", "patternProperties": {"^[a-p]$": schema}, "additionalProperties": False}
+        value = {"a": value, "p": {}} if isinstance(value, dict) else {"a": value}
+    assert len(json.dumps(prepared(schema).schema)) < 50_000
+    assert accepts(schema, value, vocabulary, tokenizer)
 
 
 def test_a_grammar_without_a_text_is_refused_in_words(vocabulary: Vocabulary) -> None:
