@@ -11,11 +11,11 @@ add to each product
   16-bit weights and for one row other warps expand meanwhile (their instructions are not counted). A block of one row
   ends with the instructions that finish its tiles. That blocks of more rows count themselves out is not counted;
 - what shrinking (and expanding for one row) takes beyond a block's first tile, or for one row the tiles that a block
-  finishes together, whose end waits for it. For one row this is what the stream and unpacking of these tiles take after
-  the previous grid has ended: rings are full then. Where not all blocks run at once, the time of the multiprocessors
-  that shrink is added. Reads wait for each other, each as long as one of device memory under load: the adapter (for one
-  row as long as x, which a block without adapters waits for, too), its address (for one row an early read), rows of
-  `down`, the counter, and for one row `between`, once for each sum of a lane;
+  finishes together, whose end waits for it. For one row and for `hopper_few` this is what the stream and unpacking of
+  these tiles take after the previous grid has ended: rings are full then. Where not all blocks run at once, the time of
+  the multiprocessors that shrink is added. Reads wait for each other, each as long as one of device memory under load:
+  the adapter (for both as long as x, which a block without adapters waits for, too), its address (for one row an early
+  read), rows of `down`, the counter, and for one row `between`, once for each sum of a lane;
 - another tier of the product where the usual one takes no adapters.
 
 The base of one sequence is `latencies`'; that of more is the tiers' models and a boundary a launch, without attention's
@@ -35,6 +35,7 @@ from pathlib import Path
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.adapters import riding, tiles
 from numba_kernels.cuda.gemm import packed_stream, quantised_gemv
+from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
 from numba_kernels.cuda.gemm.product import (
     ISSUES_A_SECOND,
@@ -123,9 +124,10 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         first_s = (own_s - (SKINNY_ENDS_S if has_ends else 0.0)) / turns
         if launch.team_warps:
             first_s = _after_wait(product, launch, kept / turns)
-        shrinking_s += max(0.0, shrink_s - first_s - (LATENCY_S if launch.team_warps else 0.0))
-        multiplying = launch.grid[0] - launch.num_shrinking
-        if -(-launch.grid[0] // beside) > -(-multiplying // beside):  # they delay others
+        elif tier == "hopper_few":
+            first_s = max(0.0, first_s - _asked_early(product, launch) / READ_BYTES)
+        shrinking_s += max(0.0, shrink_s - first_s - (LATENCY_S if is_beside else 0.0))
+        if -(-launch.grid[0] * launch.grid[1] // beside) > -(-_multiplying(launch) // beside):  # they delay others
             shrinking_s += shrink_s * launch.num_shrinking / beside
     launches = 6 if weights == "bf16" else 8
     base_s = STEPS[step].now_s() / LAYERS if sequences == 1 else products_s + launches * BOUNDARY_S
@@ -152,6 +154,18 @@ def _seconds(product: Product, machine: Machine, tier: str) -> float:
     else:
         modelled = gemm.TIERS[chosen].seconds(both, machine)
     return max(least, modelled)
+
+
+def _multiplying(launch: Launch) -> int:
+    return launch.grid[0] * launch.grid[1] - launch.num_shrinking
+
+
+def _asked_early(product: Product, launch: Launch) -> int:
+    """Bytes of the weight that rings of `hopper_few` hold when the previous grid ends."""
+    block = gemm.hopper_few.Block(int(launch.specialisation.constants["width"]), takes_adapters=True)
+    steps = -(-product.k // (BLOCK_K * launch.grid[1]))
+    step_bytes = 2 * gemm.hopper_few.BLOCK_ROWS * BLOCK_K
+    return _multiplying(launch) * min(block.num_stages, steps) * step_bytes
 
 
 def _after_wait(product: Product, launch: Launch, share: float) -> float:
@@ -192,7 +206,9 @@ def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> f
 
 def _turns(product: Product, launch: Launch, beside: int) -> int:
     """The tiles that a block with a ring takes, or how many other blocks a place takes, one after another."""
-    multiplying = launch.grid[0] - launch.num_shrinking
+    multiplying = _multiplying(launch)
+    if launch.specialisation.name.startswith("gemm_hopper_few"):
+        return -(-product.weight_rows // (gemm.hopper_few.BLOCK_ROWS * (multiplying // launch.grid[1])))
     if not launch.team_warps:
         return -(-multiplying // beside)
     is_packed = "ring_slots" in launch.specialisation.constants
