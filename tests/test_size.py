@@ -26,7 +26,7 @@ MOST_LINES = {
     "runtime/llm": 1_983,
     "runtime/parallel": 2_876,
     "runtime/images": 937,
-    "runtime/commands": 3_114,
+    "runtime/commands": 3_119,
     "runtime/bench": 12_229,
     "runtime": 3_784,
     "models": 20_511,

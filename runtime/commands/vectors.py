@@ -67,7 +67,12 @@ def embed(
 @contextmanager
 def _whole(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the path's place once it is whole. It is made at once, so that a path that cannot be written
-    is told before any text is read."""
+    is told before any text is read. A pipe is written itself, and a link's file is replaced."""
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:

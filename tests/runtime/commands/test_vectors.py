@@ -33,7 +33,10 @@ def run(*arguments: object) -> str:
 
 def test_embed(tmp_path: Path, texts: Path) -> None:
     folder, output = write_layout(tmp_path / "model", "mean"), tmp_path / "vectors.npy"
-    run("embed", texts, "--model", folder, "--prompt-name", "document", "--output", output)
+    link = tmp_path / "link.npy"
+    link.symlink_to(output)
+    run("embed", texts, "--model", folder, "--prompt-name", "document", "--output", link)
+    assert link.is_symlink()
     theirs = expected("layout mean document")[[bool(text) for text in TEXTS]]
     np.testing.assert_allclose(np.load(output), theirs, atol=1e-5)
     lines = [json.loads(line) for line in run("embed", texts, "--model", folder, "--dimensions", 5).splitlines()]
@@ -44,6 +47,9 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, texts: Path, monkeypat
     """Found out before a model is loaded; a file that was there stays, and none is left half."""
     result = CliRunner().invoke(app, ["embed", str(texts), "--model", "/none", "-o", str(tmp_path / "no" / "a.npy")])
     assert (result.exit_code, "a.npy.part: No such file" in result.output) == (1, True)
+    (tmp_path / "folder.npy").mkdir()
+    result = CliRunner().invoke(app, ["embed", str(texts), "--model", "/none", "-o", str(tmp_path / "folder.npy")])
+    assert (result.exit_code, "Is a directory" in result.output) == (1, True)
     output = tmp_path / "a.npy"
     output.write_bytes(b"before")
 
