@@ -1,6 +1,9 @@
-"""What every test is under: a kernel that it launches on an emulated device must be fit for hardware, too; Python's
-collector, which would else take a sixth of the time, goes once through what is there to stay; and tests of whole
-engines and servers compute on one thread."""
+"""Rules of all tests.
+
+- A kernel launched on an emulated device must be fit for hardware, too.
+- Python's collector looks at lasting objects once: it would take a sixth of the time otherwise.
+- Tests of whole engines and servers compute on one thread.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def qkv_prepare(
 
 
 def qkv_attention(*_: Any) -> None:
-    """None: a CPU prepares heads before attention (``ops.qkv_attention``)."""
+    """Returns None: on a CPU heads are prepared before attention, in a launch of its own (``ops.qkv_attention``)."""
 
 
 def _explain_places(

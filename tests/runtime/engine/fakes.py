@@ -257,7 +257,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def said_by_engine(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the engine has warned of. Other loggers may speak in any test, when its garbage is collected, and an earlier
-    test may have let the engine's say more."""
+    """The engine's warnings. Other loggers may log in any test, when garbage is collected, and an earlier test may have
+    lowered the level of the engine's logger."""
     warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
     return [record.getMessage() for record in warned if record.name == "xserv.engine"]

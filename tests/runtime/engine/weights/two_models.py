@@ -45,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def answers(folders: tuple[Path, Path]) -> dict[str, Any]:
-    """What engines answer that run alone, by version of the weights: "0" and "new"."""
+    """The answers of engines that run alone, by version of the weights: "0" and "new"."""
     found = {}
     for version, folder in zip(("0", "new"), folders, strict=True):
         client = opened(folder)
