@@ -43,7 +43,7 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     pair_row_words,
 )
 from numba_kernels.cpu.gemm.block_numbers import is_signed
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_in_rows, x_words
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, start_in_rows, x_words
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
 from numba_kernels.cpu.gemm.low_rank import EXPAND, SHRINK, Riding, call_expand, call_shrink
@@ -72,7 +72,7 @@ from numba_kernels.split_k import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel with AVX-512, else 8
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
-BLOCK_STREAM_AHEAD_BYTES, LONG_BLOCK_STREAM_AHEAD_BYTES = 8192, 32768  # of blocks, a few lines at a time
+BLOCK_STREAM_AHEAD_BYTES = 8192  # of blocks: 32768 cost Q6_K a sixth of its rate
 TICKET_ROWS = 128  # at most about so many
 MOST_SIGNED_ROWS = 2 * GEMM_ROWS  # that meet blocks of signed bytes as they lie in panels: see `unpacked_blocks`
 MOST_ROWS_WITHOUT_AMX = 2 * GEMM_ROWS  # of integers, where the processor has AMX
@@ -255,9 +255,7 @@ def product_parts(stored: Any) -> ProductParts:
     at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)), *(AMX_ROWS * (1,)))
     if are_rows:
         at_once = (1,) * (AMX_ROWS + 1)
-    stream_ahead = STREAM_AHEAD_BYTES
-    if is_block:
-        stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_one_stream(BLOCKS[stored]) else LONG_BLOCK_STREAM_AHEAD_BYTES
+    stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_block else STREAM_AHEAD_BYTES
 
     @njit(nogil=True)
     @name_by_content
