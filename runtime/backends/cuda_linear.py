@@ -132,7 +132,7 @@ def _ranks(low_rank: LowRank | None) -> int:
 def _riding(
     gpu: Gpu, low_rank: LowRank | None, norm: RmsNorm | None, planned: Planned
 ) -> tuple[tuple[int, ...], Tensor | None]:
-    """The arguments of low-rank sums (`numba_kernels.cuda.adapters.riding`), and the memory that they need."""
+    """The arguments of low-rank sums (`numba_kernels.cuda.gemm.adapters.riding`), and the memory that they need."""
     if low_rank is None:
         return (), None
     launch: Any = planned.launch

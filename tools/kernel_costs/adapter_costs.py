@@ -2,14 +2,17 @@
 
     python -m tools.kernel_costs.adapter_costs [--json FILE]
 
-A map's adapters ride on its product's launch (`numba_kernels.cuda.adapters`), so that a step has no launch more. They
-add to each product
+A map's adapters ride on its product's launch (`numba_kernels.cuda.gemm.adapters`), so that a step has no launch more.
+They add to each product
 
 - their own bytes, `down` and `up` of each adapter in the batch;
 - for many rows the end of a block: reads that wait for each other, together as long as one of device memory under load,
   and the instructions that expand. Blocks of packed weights that run one after another have an end each; for
   16-bit weights and for one row other warps expand meanwhile (their instructions are not counted). A block of one row
-  ends with the instructions that finish its tiles. That blocks of more rows count themselves out is not counted;
+  ends with the instructions that finish its tiles;
+- for many rows and packed weights the atomic additions by which blocks count themselves out. Their latency overlaps
+  with the first of these reads (the machine code waits for both), so what is left is one address's rate: a clock of the
+  cache for each block that runs at once, as if all ended at once. Other warps count while theirs multiply;
 - what shrinking (and expanding for one row) takes beyond a block's first tile, or for one row the tiles that a block
   finishes together, whose end waits for it. For one row and for `hopper_few` this is what the stream and unpacking of
   these tiles take after the previous grid has ended: rings are full then. Where not all blocks run at once, the time of
@@ -33,8 +36,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.adapters import riding, tiles
 from numba_kernels.cuda.gemm import packed_stream, quantised_gemv
+from numba_kernels.cuda.gemm.adapters import riding, tiles
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
 from numba_kernels.cuda.gemm.product import (
@@ -67,6 +70,7 @@ WEIGHTS = {"bf16": ("bf16", 0), "int4": ("u4_g32", 1), "fp8": ("e4m3", 2)}
 SKINNY_ENDS_S = 4.5e-6
 """A launch of `skinny` and its ends, which its model of packed weights counts (`skinny_shape`)."""
 CHAIN = 4  # reads which wait for each other, besides those of further parts of K
+ADDITION_S = 0.6e-9  # of an atomic addition to one address, a clock of the second-level cache: an estimate
 EXPANDING, FINISHING = 170, 110
 """Instructions with which a warp expands its share of a part, as the emulator counts them (without moves), and with
 which it finishes 32 elements of kept tiles, as the machine code has them."""
@@ -74,7 +78,8 @@ which it finishes 32 elements of kept tiles, as the machine code has them."""
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A step's time without adapters and what they add, in seconds: bytes, ends, shrinking, and other tiers."""
+    """A step's time without adapters and what they add, in seconds: bytes, ends, counting out, shrinking, and other
+    tiers."""
 
     weights: str
     sequences: int
@@ -82,19 +87,20 @@ class Cost:
     base_s: float
     bytes_s: float
     ends_s: float
+    counting_s: float
     shrinking_s: float
     tiers_s: float
 
     @property
     def share(self) -> float:
         """All of it, over the step without adapters."""
-        return (self.bytes_s + self.ends_s + self.shrinking_s + self.tiers_s) / self.base_s
+        return (self.bytes_s + self.ends_s + self.counting_s + self.shrinking_s + self.tiers_s) / self.base_s
 
 
 def cost(weights: str, sequences: int, adapters: int) -> Cost:
     """The modelled cost of a step whose sequences share so many adapters evenly."""
     (stored, step), machine = WEIGHTS[weights], machine_of("sm_90a", MULTIPROCESSORS)
-    products_s = bytes_s = ends_s = shrinking_s = tiers_s = 0.0
+    products_s = bytes_s = ends_s = counting_s = shrinking_s = tiers_s = 0.0
     for outputs, inputs, parts, gate in MAPS:
         product = Product(
             sequences, outputs, inputs, "bf16", stored, "bf16", Epilogue(has_residual=not gate, activation=gate)
@@ -114,6 +120,7 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         if tier == "skinny":
             expanding_s = launch.block[1] * launch.block[2] * EXPANDING * (2 if gate else 1) / ISSUES_A_SECOND
         ends_s += rounds * (LATENCY_S + expanding_s)
+        counting_s += 0.0 if is_beside else _multiplying(launch) * ADDITION_S
         shrink_s, turns, kept = _shrinking(product, parts, adapters, launch), _turns(product, launch, beside), 1
         if launch.team_warps:
             kept = min(turns, riding.most_kept(sequences))
@@ -132,8 +139,8 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
     launches = 6 if weights == "bf16" else 8
     base_s = STEPS[step].now_s() / LAYERS if sequences == 1 else products_s + launches * BOUNDARY_S
     return Cost(
-        weights, sequences, adapters, LAYERS * base_s, LAYERS * bytes_s, LAYERS * ends_s, LAYERS * shrinking_s,
-        LAYERS * tiers_s,
+        weights, sequences, adapters, LAYERS * base_s, LAYERS * bytes_s, LAYERS * ends_s, LAYERS * counting_s,
+        LAYERS * shrinking_s, LAYERS * tiers_s,
     )  # fmt: skip
 
 
@@ -236,10 +243,10 @@ def main() -> int:
         "error_of_steps": {"median": round(steps[0], 3), "worst": round(steps[1], 3)},
         "cases": [{**asdict(each), "share": round(each.share, 4)} for each in cases],
     }
-    print("| weights | sequences | adapters | step, ms | bytes, us | ends | shrinking | tiers | share |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    print("| weights | sequences | adapters | step, ms | bytes, us | ends | counting | shrinking | tiers | share |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for each in cases:
-        parts = (each.bytes_s, each.ends_s, each.shrinking_s, each.tiers_s)
+        parts = (each.bytes_s, each.ends_s, each.counting_s, each.shrinking_s, each.tiers_s)
         print(
             f"| {each.weights} | {each.sequences} | {each.adapters} | {each.base_s * 1e3:.2f} |"
             f" {' | '.join(f'{part * 1e6:.0f}' for part in parts)} | {each.share:.1%} |"

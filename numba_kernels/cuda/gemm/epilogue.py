@@ -25,7 +25,7 @@ from numba_kernels.cuda.intrinsics.element import element_loader, element_storer
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.math import exp, fma, maximum_nan, minimum_nan, reciprocal, reciprocal_sqrt
 from numba_kernels.cuda.intrinsics.memory import load_4xf32, load_f32
-from numba_kernels.cuda.intrinsics.warp import warp_sum
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, warp_sum
 
 DTYPE_PAIRS = (("f32", "f32"), ("f16", "f16"), ("f16", "f32"), ("bf16", "bf16"), ("bf16", "f32"))
 """Dtypes of x and weight, and of the output."""
@@ -62,6 +62,25 @@ def finisher(dtype: str, out_dtype: str) -> Any:
         return value
 
     return finish
+
+
+@functools.cache
+def squares_leaver(columns: int) -> Any:
+    """A device function for whole warps, of which each `columns` lanes, a power of two, have neighbours of a row: it
+    leaves the sum of their squares, by those whose `inside` is 0, unless the address is 0."""
+    distances, uint32, uint64 = columns.bit_length() - 1, types.uint32, types.uint64
+
+    @device_function
+    def leave_squares(squares, value, inside, row, column, m, n):
+        if squares != uint64(0):
+            squared = value * value
+            for i in range(distances):
+                squared += shuffle_xor_f32(squared, uint32(1 << i))
+            if inside == uint32(0) and row < m and column < n:
+                part = uint64(row) * uint64(n >> uint32(distances)) + uint64(column >> uint32(distances))
+                memory.store_f32(squares + part * uint64(4), squared)
+
+    return leave_squares
 
 
 @functools.cache

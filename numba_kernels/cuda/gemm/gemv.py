@@ -28,7 +28,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.adapters import riding
+from numba_kernels.cuda.gemm.adapters import riding
 from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     DTYPE_PAIRS,
@@ -36,6 +36,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     finisher,
     norm_scale,
     scale_element,
+    squares_leaver,
 )
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.rings.gemv_ring import ring_kernel, ring_launch, ring_stages
@@ -85,7 +86,7 @@ def _kernel(
     dtype: str, out_dtype: str, rows: int, is_aligned: bool, loads: str = next(iter(LOADS)), activation: str = "",
     takes_adapters: bool = False,
 ) -> Specialisation:  # fmt: skip
-    finish = finisher(dtype, out_dtype)
+    finish, leave_squares = finisher(dtype, out_dtype), squares_leaver(COLUMNS[rows])
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
     load_x, load_element, load_parts = vector_loader(dtype), element_loader(dtype), memory.load_4xf32
     *loaders, widen = weight_loader(dtype)
@@ -119,7 +120,7 @@ def _kernel(
 
     @device_function
     def multiply(
-        block, _, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
     ):  # fmt: skip
         partial = cuda.shared.array(partial_floats, float32)  # [warp, sum]
         partial_squares = cuda.shared.array(partial_rows, float32)  # [warp, row]
@@ -212,7 +213,17 @@ def _kernel(
                     partial_squares[(rank + team * team_warps) * uint32(rows) + uint32(r)] = squared
         if team_warps > uint32(1) and lane < uint32(num_sums):
             partial[first + rank * uint32(num_sums)] = total
-        if team_warps > uint32(1) or x_squares != uint64(0):
+        if takes_adapters:
+            own, before = uint32(first_column + lane % uint32(out_columns)), riding.NOT_COUNTED
+            aimed = uint32(0), uint32(0), uint64(0), uint64(0), uint64(0)
+            if rank == uint32(0) and lane < uint32(num_sums) and lane // uint32(columns) < m and own < n:
+                if lane % uint32(columns) >= uint32(out_columns):
+                    own = uint32(own + n)  # up's
+                aimed = aim(lane // uint32(columns), own, added)
+            if rank == uint32(0) and team == uint32(0):
+                before = riding.wait_for_shrinking(lane, added)
+            sync_block()
+        elif team_warps > uint32(1) or x_squares != uint64(0):
             sync_block()
         if rank == uint32(0):
             row = lane // uint32(columns)
@@ -230,25 +241,16 @@ def _kernel(
             inside = lane % uint32(columns)
             column = first_column + inside
             if takes_adapters:
-                own, is_there = uint32(first_column + inside % uint32(out_columns)), lane < uint32(num_sums) and row < m
-                if is_there and own < n:
-                    if inside >= uint32(out_columns):
-                        own = uint32(own + n)  # up's
-                    aimed = aim(row, own, added)
-                    riding.wait_for_shrinking(added)
-                    total += expand(aimed)
+                total += expand(aimed)
             if is_gated:
                 total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
             value = float32(0.0)
             if row < m and column < n and inside < uint32(out_columns):
                 value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
-            if leaves_squares and squares != uint64(0):
-                squared = value * value
-                for i in range(2):
-                    squared += shuffle_xor_f32(squared, uint32(1 << i))
-                if inside == uint32(0) and row < m and column < n:
-                    part_at = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
-                    memory.store_f32(squares + part_at * uint64(4), squared)
+            if leaves_squares:
+                leave_squares(squares, value, inside, row, column, m, n)
+            if takes_adapters:
+                riding.reset_counters(before, num_blocks, added)
 
     def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         multiply(

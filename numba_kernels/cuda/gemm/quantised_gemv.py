@@ -25,8 +25,8 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.adapters import riding
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element
+from numba_kernels.cuda.gemm.adapters import riding
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element, squares_leaver
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP, row_counts
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
@@ -45,7 +45,7 @@ from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_f32, warp_sum
+from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, warp_sum
 from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -78,7 +78,7 @@ def _kernel(
     weight_name: str, out_dtype: str, activation: str = "", *, has_turns: bool = False, ring_slots: int = 0,
     rows: int = 1, takes_adapters: bool = False,
 ) -> Specialisation:  # fmt: skip
-    reader, finish = packed_reader(weight_name, rows), finisher(DTYPE, out_dtype)
+    reader, finish, leave_squares = packed_reader(weight_name, rows), finisher(DTYPE, out_dtype), squares_leaver(ROWS)
     ring, has_ring = packed_ring(weight_name, rows, ring_slots or SLOTS[0]), ring_slots > 0
     fill, multiply_ring, stage_bytes = ring.fill, ring.multiply, ring.stage_bytes
     warps = RING_WARPS if has_ring else BLOCK_WARPS
@@ -199,7 +199,7 @@ def _kernel(
             row = uint32(row + uint32(1))
         meet()
         x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
-        turn, goes_on, num_kept = uint32(0), uint32(1), uint32(0)
+        turn, goes_on, num_kept, before = uint32(0), uint32(1), uint32(0), riding.NOT_COUNTED
         columns = uint32(columns_teams * uint32(ROWS))  # of the block
         first_column, sizes = uint32(block * columns), (m, n, columns)
         while goes_on != uint32(0):
@@ -224,10 +224,10 @@ def _kernel(
                     between, first, last, lane,
                 )  # fmt: skip
             leave(sums, uint32(partials + uint32(turn * uint32(warps) + warp) * uint32(num_rows_sums * 4)), lane)
+            if takes_adapters and not has_one_more and warp == uint32(0) and tile == block * columns_teams:
+                before = riding.wait_for_shrinking(lane, added)
             meet()
             if stream == uint32(0) and team < columns_teams:  # whole warps, which add squares
-                if takes_adapters and not has_one_more and tile == uint32(block * columns_teams + inside):
-                    riding.wait_for_shrinking(added)
                 for each in range(num_rows):
                     total, up, own = float32(0.0), float32(0.0), uint32(uint32(each * ROWS) + (lane & uint32(ROWS - 1)))
                     r, inside_tile = place_of(own)
@@ -256,13 +256,8 @@ def _kernel(
                                 memory.shared_store_f32(place_kept(kept, num_kept, uint32(1), r, own, columns), up)
                         else:
                             value = finish(bias, bias_is_f32, residual, out, n, r, column, value)
-                    if not has_one_more and not is_gated and squares != uint64(0):
-                        squared = value * value
-                        for i in range(4):
-                            squared += shuffle_xor_f32(squared, uint32(1 << i))
-                        if lane == uint32(0) and column < n and r < m:
-                            part = uint64(r) * uint64(n >> uint32(4)) + uint64(column >> uint32(4))
-                            memory.store_f32(squares + part * uint64(4), squared)
+                    if not has_one_more and not is_gated:
+                        leave_squares(squares, value, lane, r, column, m, n)
             tile = following
             turn ^= uint32(1)
             if has_one_more:
@@ -273,6 +268,8 @@ def _kernel(
                         uint32(warp * uint32(32) + lane), bias, bias_is_f32, residual, out, squares, sizes,
                     )  # fmt: skip
                     first_column, num_kept = uint32(first_column + num_kept * num_blocks * columns), uint32(0)
+        if takes_adapters and not has_one_more:
+            riding.reset_counters(before, num_blocks, added)
 
     @device_function
     def work(block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares, added):
@@ -300,7 +297,7 @@ def _kernel(
         name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
         + f"_{rows}" * (rows > 1) + "_turns" * has_turns + f"_ring_{ring_slots}" * has_ring
         + "_adapted" * takes_adapters,
-        kernel=riding.adapted_kernel(shrink, work, counts_out=has_one_more) if takes_adapters else cuda.jit(gemm),
+        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=threads,
         min_blocks=2 if has_ring else 1,

@@ -45,7 +45,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.adapters import riding, tiles
+from numba_kernels.cuda.gemm.adapters import riding, tiles
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
@@ -217,7 +217,8 @@ def _kernel(
 
     @device_function
     def multiply_block(
-        column_block, _, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
+        column_block, column_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
+        squares, added,
     ):  # fmt: skip
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(SCALES_BYTES))
@@ -311,13 +312,15 @@ def _kernel(
         wait_for_all()
         if not leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
+        before = riding.NOT_COUNTED
+        if takes_adapters and warp == uint32(0):
+            before = riding.wait_for_shrinking(lane, added)
         sync_block()
         store_sums(uint32(shared + (team * num_streams + rank) * uint32(sums_bytes)), sums, g, t)
         staged = uint32(num_streams * uint32(num_stages * stage_bytes))
         expanded = uint32(shared + maximum_u32(staged, uint32(BLOCK_WARPS * sums_bytes)))
         expanded_row = uint32(num_teams * uint32(COLUMNS) + uint32(tiles.PAD))
         if takes_adapters:
-            riding.wait_for_shrinking(added)
             part, parts = uint32(0), uint32(uint32(num_adapted_parts) + (n >> uint32(31)))  # a loop, not unrolled
             while part < parts:
                 of_part = uint32(expanded + num_teams * part * uint32(columns * 4))
@@ -337,6 +340,8 @@ def _kernel(
             sync_warp()
             cluster.arrive_relaxed()
             cluster.wait()
+        if takes_adapters:
+            riding.reset_counters(before, column_blocks, added)
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         multiply_block(

@@ -156,7 +156,7 @@ def test_blocks_that_finish_tiles_several_times(
     monkeypatch: pytest.MonkeyPatch, rounding: str, activation: str, num_rows: int
 ) -> None:
     """Blocks with rings, each of which takes more tiles than it keeps; only larger products have so many."""
-    riding = importlib.import_module("numba_kernels.cuda.adapters.riding")
+    riding = importlib.import_module("numba_kernels.cuda.gemm.adapters.riding")
     tiles_of_products: list[int] = []
 
     def few_blocks(tiles: int, at_once: int, rows: int, ranks: int) -> tuple[int, int]:

@@ -14,8 +14,8 @@ import functools
 
 from numba import cuda, types
 
-from numba_kernels.cuda.adapters import riding
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element
+from numba_kernels.cuda.gemm.adapters import riding
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element, squares_leaver
 from numba_kernels.cuda.gemm.product import Machine
 from numba_kernels.cuda.gemm.rings.warp_ring import (
     MOST_STAGES,
@@ -48,7 +48,7 @@ def ring_kernel(
     dtype: str, out_dtype: str, rows: int, activation: str = "", *, takes_adapters: bool = False
 ) -> Specialisation:
     """The kernel for one row of x, or for two."""
-    finish = finisher(dtype, out_dtype)
+    finish, leave_squares = finisher(dtype, out_dtype), squares_leaver(COLUMNS)
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
     load_parts = memory.load_4xf32
     is_gated, gated = activation != "", GATED.get(activation)
@@ -100,13 +100,8 @@ def ring_kernel(
         value = float32(0.0)
         if row < m and column < n and inside < uint32(out_columns):
             value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
-        if not is_gated and squares != uint64(0):
-            squared = value * value
-            for i in range(2):
-                squared += shuffle_xor_f32(squared, uint32(1 << i))
-            if inside == uint32(0) and row < m and column < n:
-                part_at = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
-                memory.store_f32(squares + part_at * uint64(4), squared)
+        if not is_gated:
+            leave_squares(squares, value, inside, row, column, m, n)
 
     @device_function
     def multiply_tiles(
@@ -283,7 +278,7 @@ def ring_kernel(
     return Specialisation(
         name=f"gemv_ring_{dtype}_{out_dtype}_{rows}{'_' if is_gated else ''}{activation}"
         + "_adapted" * takes_adapters,
-        kernel=riding.adapted_kernel(shrink, work, counts_out=True) if takes_adapters else cuda.jit(gemv_ring),
+        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemv_ring),
         argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
         max_threads=(BLOCK_WARPS + takes_adapters) * 32,
         min_blocks=2,

@@ -31,7 +31,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.adapters import riding, tiles
+from numba_kernels.cuda.gemm.adapters import riding, tiles
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, stage_advancer
 from numba_kernels.cuda.gemm.product import Machine, Product
@@ -354,7 +354,10 @@ def kernel(
                     num_asked, first = uint32(0), uint32(first + step)
             elif takes_adapters and warp > uint32(WARPS) and warp <= uint32(WARPS + num_expanding):
                 wait_for_previous_grid()
-                riding.wait_for_shrinking(added)
+                before = riding.NOT_COUNTED
+                if warp == uint32(WARPS + 1):
+                    before = riding.wait_for_shrinking(lane, added)
+                sync_named(uint32(2), uint32(num_expanding * 32))
                 while first < n:
                     expand_tile(
                         shared, uint32(first + own), part, parts, uint32(warp - uint32(WARPS + 1)), lane, m, n, added
@@ -365,6 +368,7 @@ def kernel(
                         mbarrier.arrive_relaxed(given_there)
                     mbarrier.wait(taken, turn)
                     first, turn = uint32(first + step), turn ^ uint32(1)
+                riding.reset_counters(before, uint32(column_blocks * parts), added)
         sync_warp()
         cluster.arrive_relaxed()  # no block exits while others read its sums or arrive at its barriers
         cluster.wait()

@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import types
 
-from numba_kernels.cuda.adapters import tiles
+from numba_kernels.cuda.gemm.adapters import tiles
 from numba_kernels.cuda.gemm.epilogue import (
     GATED,
     can_finish_quads,

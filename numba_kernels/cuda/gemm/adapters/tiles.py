@@ -22,7 +22,7 @@ from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
-from numba_kernels.cuda.adapters.riding import COLUMNS, count_up, is_adapted, leader_of
+from numba_kernels.cuda.gemm.adapters.riding import COLUMNS, count_up, is_adapted, leader_of
 from numba_kernels.cuda.gemm.epilogue import norm_scale
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function, in_turn

@@ -3,8 +3,12 @@
 The launch gets more blocks, in front, which *shrink*: each computes numbers of ``between [m, R]``, float32, and then
 counts itself. The other blocks multiply, and *expand* when all of these have counted: an output's low-rank sum is added
 to its sum before a gate, a bias or a residual. A GPU starts blocks in the order of the grid, so all that shrink have
-started before one waits for them, and they wait for the previous grid alone. The last block that has seen all of them
-counted sets the counters back to zero for the next launch.
+started before one waits for them, and they wait for the previous grid alone.
+
+One warp of a block waits for them, and counts the block out at once (`wait_for_shrinking`); the others have met it
+before they expand. The number that this atomic addition returns is read at the block's end (`reset_counters`), so its
+latency overlaps with the work between. The block that was the last one sets the counters back to zero for the next
+launch.
 
 A block that shrinks takes up to `rows` rows of one adapter and RANKS ranks at a time, so that it reads x and ``down``
 once for several numbers; its warps share K. Where more rows and ranks are wanted than blocks, it takes several in turn.
@@ -27,7 +31,7 @@ from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.gemm.epilogue import GATED, finisher, norm_scale, scale_element
+from numba_kernels.cuda.gemm.epilogue import GATED, finisher, norm_scale, scale_element, squares_leaver
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -39,7 +43,7 @@ from numba_kernels.cuda.intrinsics.warp import (
     count_b32,
     exchange,
     shuffle_index_b32,
-    shuffle_xor_f32,
+    sync_warp,
     warp_sum,
 )
 
@@ -59,9 +63,12 @@ uint32, of which a slot's last entry begins with 1 if it has a bias; the weights
 float32 [m, R + 1]; two counters, which are 0 before a launch and after it; R, S, entries of a slot's ranges, and blocks
 that shrink."""
 
+NOT_COUNTED = uint32(0xFFFFFFFF)  # of a lane that has not counted its block out
 count_up = instruction("red.release.gpu.global.add.u32 [$0], $1;", "", "l r")
-_count_done = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "r", "l r")
+# Relaxed: an acquiring one would wait for its number at once. It depends on what the thread has read.
+_count_out = instruction("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", "r", "l r")
 _load_count = instruction("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
+_reset_count = instruction("st.relaxed.gpu.global.u32 [$0], $1;", "", "l r")
 
 
 def rows_at_once(rows: int) -> int:
@@ -245,11 +252,24 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
 
 
 @device_function
-def wait_for_shrinking(riding):
-    """Waits until `shrinker`'s blocks have counted themselves; each thread that expands calls it before."""
-    counters, shrinking = riding[7], riding[11]
+def wait_for_shrinking(lane, riding):
+    """Waits until `shrinker`'s blocks have counted themselves. One whole warp of each block that multiplies calls it,
+    once, and meets the block's other threads before they expand. It returns what `reset_counters` takes."""
+    counters, shrinking, before = riding[7], riding[11], NOT_COUNTED
     while _load_count(counters) < shrinking:
         pass
+    sync_warp()
+    if lane == uint32(0):
+        before = _count_out(counters + uint64(4), uint32(1))
+    return before
+
+
+@device_function
+def reset_counters(before, num_blocks, riding):
+    """The end of the same warp's work, of so many blocks that multiply."""
+    if before == uint32(num_blocks - uint32(1)):
+        _reset_count(riding[7], uint32(0))
+        _reset_count(riding[7] + uint64(4), uint32(0))
 
 
 @functools.cache
@@ -341,7 +361,7 @@ def kept_tiles(
     that multiply. Squares are left for so many columns each (`epilogue`)."""
     aim, expand = expander(dtype)
     finish_one, gated = finisher(dtype, out_dtype), GATED.get(activation)
-    is_gated, num_parts, distances = activation != "", 2 if activation else 1, square_columns.bit_length() - 1
+    is_gated, num_parts, leave_squares = activation != "", 2 if activation else 1, squares_leaver(square_columns)
     most = most_kept(rows)
 
     @device_function
@@ -361,7 +381,7 @@ def kept_tiles(
 
     @device_function
     def expand_tiles(expanded, first_column, stride, sizes, num_blocks, riding):
-        column, lane = first_column, uint32(cuda.threadIdx.x)
+        column, lane, before = first_column, uint32(cuda.threadIdx.x), NOT_COUNTED
         wait_for_previous_grid()
         launch_dependents()
         while column < sizes[1]:
@@ -373,18 +393,17 @@ def kept_tiles(
                 index = uint32(index + uint32(32))
             index, aimed = lane, aim_at(lane, column, stride, sizes, riding)
             if column == first_column:
-                wait_for_shrinking(riding)
+                before = wait_for_shrinking(lane, riding)
             while index < count:
                 memory.shared_store_f32(uint32(expanded + index * uint32(4)), expand(aimed))
                 index = uint32(index + uint32(32))
                 if index < count:
                     aimed = aim_at(index, column, stride, sizes, riding)
             sync_block()
-            if column == first_column and lane == uint32(0):
-                count_out(riding[7], num_blocks)
             column = uint32(column + uint32(most) * stride)
             if column < sizes[1]:
                 sync_block()
+        reset_counters(before, num_blocks, riding)
 
     @device_function
     def finish_tiles(
@@ -409,13 +428,9 @@ def kept_tiles(
                     up = memory.shared_load_f32(uint32(kept + at)) + memory.shared_load_f32(uint32(expanded + at))
                     value = gated(value, up)
                 value = finish_one(bias, bias_is_f32, residual, out, n, row, column, value)
-            if not is_gated and squares != uint64(0):
-                squared = value * value
-                for i in range(distances):
-                    squared += shuffle_xor_f32(squared, uint32(1 << i))
-                if lane % uint32(square_columns) == uint32(0) and is_there:
-                    part = uint64(row) * uint64(n // uint32(square_columns)) + uint64(column // uint32(square_columns))
-                    memory.store_f32(squares + part * uint64(4), squared)
+            if not is_gated:
+                inside = lane % uint32(square_columns)
+                leave_squares(squares, value, inside, row if tile < num_tiles else m, column, m, n)
             index = uint32(index + uint32(threads))
         if not is_last:
             sync_block()
@@ -423,27 +438,10 @@ def kept_tiles(
     return KeptTiles(most, most * most_sums, place, expand_tiles, finish_tiles)
 
 
-@device_function
-def count_out(counters, blocks):
-    """Called by one thread of each of so many blocks, once all of its threads have waited for shrinking: the last one
-    sets the counters back."""
-    if _count_done(counters + uint64(4), uint32(1)) == blocks - uint32(1):
-        memory.store_b32(counters, uint32(0))
-        memory.store_b32(counters + uint64(4), uint32(0))
-
-
-@device_function
-def leave_counters(counters, is_first_thread, blocks):
-    """The end of each block of the grid, where all of them count out."""
-    sync_block()
-    if is_first_thread:
-        count_out(counters, blocks)
-
-
-def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False, counts_out: bool = False) -> Any:
+def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False) -> Any:
     """The kernel of a product with adapters, of `shrinker`'s function and ``(block, num_blocks, *arguments of the
     product, riding)``, of a block that multiplies. With `in_columns` the grid has a y axis, and blocks of whole columns
-    shrink. Blocks that multiply `counts_out` themselves, or all of the grid do at their end."""
+    shrink."""
 
     def adapted(
         x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
@@ -468,10 +466,5 @@ def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False, coun
                 uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns), x, weight, bias, residual, out,
                 m, n, k, bias_is_f32, norm, norm_parts, eps, squares, riding,
             )  # fmt: skip
-        if not counts_out:
-            blocks = uint32(cuda.gridDim.x)
-            if in_columns:
-                blocks = uint32(blocks * height)
-            leave_counters(counters, lane == uint32(0) and warp == uint32(0), blocks)
 
     return cuda.jit(adapted)
