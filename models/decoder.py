@@ -266,6 +266,23 @@ class Attention:
             self._projected(x, batch), batch, kv_cache.group_of(self.index), **self._heads(batch, kv_cache),
             scale=self.scale, window=self.window, sinks=self.sinks, softcap=self.softcap,
         )  # fmt: skip
+        return self._output(attended, x, batch, residual)
+
+    def of_last_tokens(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> tuple[Tensor, Batch]:
+        """``x + attention(x)`` in the rows of chunks' last tokens, and their batch. Keys and values of all tokens go
+        into their pages."""
+        assert batch.last_tokens is not None, "a step has them"
+        q, last = self.prepare(x, batch, kv_cache), batch.of_last_tokens()
+        q = ops.gather_rows(q.reshape(x.shape[0], -1), batch.last_tokens).reshape(-1, *q.shape[1:])
+        x = ops.gather_rows(x, batch.last_tokens)
+        k_cache, v_cache, *scales = kv_cache.layer(self.index)
+        attended = ops.attention(
+            q, k_cache, v_cache, last, kv_cache.group_of(self.index), scale=self.scale, window=self.window,
+            sinks=self.sinks, softcap=self.softcap, scales=scales,
+        )  # fmt: skip
+        return self._output(attended, x, last, x), last
+
+    def _output(self, attended: Tensor, x: Tensor, batch: Batch, residual: Tensor | None) -> Tensor:
         if self.gate_proj is not None:
             attended = ops.sigmoid_gate(attended, self.gate_proj(x, batch))
         return self.o_proj(attended, batch, residual=residual)
@@ -352,8 +369,8 @@ class GatedMlp:
 class PreNormLayer:
     """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as in Llama.
 
-    On a CPU the last layer's MLP computes no rows but those of last tokens, where no others are wanted. A GPU's product
-    scales rows by squares that the one before it left, beside all rows.
+    On a CPU the last layer computes queries' attention and the MLP of last tokens alone, where no other rows are
+    wanted. A GPU's product scales rows by squares that the one before it left, beside all rows.
     """
 
     def __init__(
@@ -368,12 +385,19 @@ class PreNormLayer:
         model.gives_last_rows |= self.gives_last_rows
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        x, batch = self.wanted(self.attention(x, batch, kv_cache, residual=x), batch)
+        if self.wants_last(batch) and isinstance(self.attention, Attention):
+            x, batch = self.attention.of_last_tokens(x, batch, kv_cache)
+        else:
+            x, batch = self.wanted(self.attention(x, batch, kv_cache, residual=x), batch)
         return self.mlp(x, batch, residual=x)
+
+    def wants_last(self, batch: Batch) -> bool:
+        """Whether no rows but those of last tokens are wanted after this layer."""
+        return self.gives_last_rows and batch.is_last_wanted and not batch.has_rows_after(self.index)
 
     def wanted(self, x: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """The rows that the MLP computes, given those after the attention."""
-        if not self.gives_last_rows or not batch.is_last_wanted or batch.has_rows_after(self.index):
+        if not self.wants_last(batch):
             return x, batch
         assert batch.last_tokens is not None, "a step has them"
         return ops.gather_rows(x, batch.last_tokens), batch.of_last_tokens()

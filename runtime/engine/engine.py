@@ -35,6 +35,7 @@ from runtime.engine.open_steps import OpenSteps, Poll
 from runtime.engine.picture_queue import EncodingBudget, PictureQueue
 from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, SharedDigest
 from runtime.engine.scheduling.block_pool import pool_of
+from runtime.engine.scheduling.fresh_pages import FreshPages
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.scheduling.stored_prefixes import StoredPrefixes
@@ -110,6 +111,7 @@ class Engine:
             self.opened.on_request_end.append(self.pictures.release)
         self.adapters: Adapters | None = None
         self.hand_overs: HandOvers | None = None
+        self.fresh_pages: FreshPages | None = None
         self.steps = OpenSteps(
             self.scheduler, self.opened, executor, self.assembler, limits.max_num_seqs, self.pictures
         )
@@ -375,18 +377,21 @@ class Engine:
             collect_idle()
 
     def rest_long(self) -> None:
-        """``rest``, and read back prefixes of an earlier engine, which takes too long between two requests."""
+        """``rest``, and what takes too long between two requests: read back prefixes of an earlier engine, and let
+        pages get memory."""
         self.rest()
         stored = self.scheduler.stored
         if stored is not None and not self.has_work and not self.pauses.is_held:
             stored.warm()
+        if self.fresh_pages is not None and not self.has_work and not self.pauses.is_held:
+            self.fresh_pages.allocate_some()
 
     @property
     def wants_rest(self) -> bool:
-        """Whether prefixes wait for the disk, or to be read back, although no step runs."""
-        stored = self.scheduler.stored
+        """Whether prefixes wait for the disk, or to be read back, or pages for memory, although no step runs."""
+        stored, fresh = self.scheduler.stored, self.fresh_pages
         has_work = stored is not None and (stored.num_waiting > 0 or stored.wants_to_warm)
-        return has_work and not self.pauses.is_held
+        return (has_work or (fresh is not None and fresh.is_wanted)) and not self.pauses.is_held
 
     def close(self) -> None:
         """Wait for the running step and drop it; no further step runs."""

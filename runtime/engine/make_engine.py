@@ -54,12 +54,14 @@ from runtime.engine.process.wire import RemoteRank
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.ranks.group import RankGroup, Shape, join, new_memory
 from runtime.engine.ranks.messages import Loaded
+from runtime.engine.scheduling.fresh_pages import FreshPages
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel
 from runtime.engine.weights.loader import Loader
 from runtime.kv.cache import KVCache
+from runtime.kv.page_bytes import PageBytes
 from runtime.later import later
 from runtime.linear.low_rank import LowRankMaps
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -230,6 +232,8 @@ def engine_over(
     if config.prefix_cache_dir:
         assert isinstance(executor, LocalExecutor), "refused for several ranks"
         _disk_prefixes.store_on_disk(engine, executor, folder, config)
+    if isinstance(executor, LocalExecutor) and info.device == "cpu" and info.pooling.generates:
+        engine.fresh_pages = FreshPages(PageBytes(executor.kv_cache), engine.pool)
     return engine
 
 

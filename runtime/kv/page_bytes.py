@@ -87,17 +87,22 @@ class PageBytes:
 
     def allocate(self, counts: Sequence[int]) -> None:
         """Let the system allocate the memory of the first blocks of each pool, so many of each, which would else happen
-        when pages are first read back. On a GPU it is allocated. Thread-safe; where the system cannot, nothing
-        happens."""
+        when pages are first read back."""
+        for pool, count in enumerate(counts):
+            for plane in range(len(self.page_bytes[pool])):
+                self.enter(pool, plane, 0, count)
+
+    def enter(self, pool: int, plane: int, first: int, end: int) -> None:
+        """Let the system allocate the memory of a plane's blocks, numbered within the pool. On a GPU it is allocated.
+        Thread-safe; where the system cannot, nothing happens."""
         if self._gpu is not None:
             return
-        madvise = ctypes.CDLL(None).madvise
-        for pool, count in enumerate(counts):
-            for tensor, size in self._planes(pool):
-                first = -(-tensor.array.ctypes.data // _SYSTEM_PAGE) * _SYSTEM_PAGE
-                end = tensor.array.ctypes.data + min(count, tensor.shape[0]) * size
-                if end > first:
-                    madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _POPULATE_WRITE)
+        tensor, size = self._planes(pool)[plane]
+        begin = tensor.array.ctypes.data + first * size
+        begin = -(-begin // _SYSTEM_PAGE) * _SYSTEM_PAGE
+        stop = tensor.array.ctypes.data + min(end, tensor.shape[0]) * size
+        if stop > begin:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), _POPULATE_WRITE)
 
     def copy_out(
         self, pool: int, block_ids: Sequence[int], first: int = 0, end: int | None = None

@@ -141,6 +141,7 @@ class _Part:
         # cached and free
         self.idle: EvictionPolicy = ByReplay() if has_states else eviction_policy(eviction, num_blocks)
         self.empty = list(range(first + num_blocks - 1, first - 1, -1))  # a stack: the latest is warm in the cache
+        self.num_fresh = num_blocks  # never taken: the bottom of the stack
 
     @property
     def num_free(self) -> int:
@@ -226,6 +227,11 @@ class BlockPool:
         """By pool: how many more blocks than half of all are empty; negative if fewer are."""
         return [len(part.empty) - size // 2 for part, size in zip(self._parts, self._sizes)]
 
+    @property
+    def used_counts(self) -> list[tuple[int, int]]:
+        """By pool: how many blocks were ever taken, the first ones, of how many."""
+        return [(size - part.num_fresh, size) for part, size in zip(self._parts, self._sizes)]
+
     def by_pool(self, counts: Iterable[int]) -> list[int]:
         """The sums of each pool's groups, of numbers by cache group."""
         sums = [0] * len(self._parts)
@@ -287,6 +293,7 @@ class BlockPool:
         part = self._parts[pool]
         assert count <= part.num_free, f"{count} blocks wanted, {part.num_free} are free"
         block_ids = [part.empty.pop() if part.empty else self._evict(pool, offloads=offloads) for _ in range(count)]
+        part.num_fresh = min(part.num_fresh, len(part.empty))
         for block_id in block_ids:
             self.ref_counts[block_id] = 1
         return block_ids
