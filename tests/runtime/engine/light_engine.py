@@ -9,12 +9,13 @@ below does harm; a `model` that is the path of an existing file keeps the engine
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,15 @@ EXITS, RAISES, HANGS, REFUSED = VOCAB_SIZE - 1, VOCAB_SIZE - 2, VOCAB_SIZE - 3, 
 """Prompts that begin with one of these end the process, end the engine's loop, never end their step, or are refused by
 the engine, after they were sent."""
 STEP_S = 0.002
+
+
+class _Unread(ModuleType):
+    """Stands for a module from which others import classes that only their annotations name."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
 
 
 class LightEngine:
@@ -204,4 +214,7 @@ class LightProcess(ProcessServer):
 
 
 if __name__ == "__main__":
+    # ThreadEngineClient's other imports. They import Numba, which takes longer than the rest of the start.
+    for each in ("runtime.engine.engine", "runtime.engine.steps.embedder", "runtime.engine.steps.executor"):
+        sys.modules[each] = _Unread(each)
     main(LightProcess)
