@@ -40,10 +40,10 @@ types: $(VENV)/.installed-dev
 	@MYPY_CACHE_DIR="$${MYPY_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/xserv/mypy}" $(BIN)/python -m mypy
 
 tests: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
 
 all-tests: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal -o faulthandler_timeout=3600 $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal -o faulthandler_timeout=3600 $(ARGS)
 
 $(VENV)/.installed: pyproject.toml tools/make_environment.sh
 	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" "."

@@ -3,13 +3,17 @@
 - A kernel launched on an emulated device must be fit for hardware, too.
 - Python's collector looks at lasting objects once: it would take a sixth of the time otherwise.
 - Tests of whole engines and servers compute on one thread.
+- Clients of one process share the certificates that they trust, which take longer to read than a server to start.
+- There is a worker more than there are cores: tests wait for a quarter of their time.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import ssl
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -61,6 +65,14 @@ def _record(gpu: Gpu, specialisation: Specialisation) -> Kernel:
 
 
 Gpu.kernel = _record  # type: ignore[method-assign]
+ssl.create_default_context = cache(ssl.create_default_context)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `--numprocesses auto`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores + 1
 
 
 @pytest.hookimpl(tryfirst=True)

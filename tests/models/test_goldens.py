@@ -7,7 +7,9 @@ best. `tests/numba_kernels/cpu/test_tiles.py` runs this file under each kind of 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +38,12 @@ WINDOWED = [
 ]
 
 
-def load_case(folder: Path, case: str, stored_as: str = "F32", dtype: str = "auto") -> tuple[Golden, Model]:
+@cache
+def load_case(case: str, stored_as: str = "F32", dtype: str = "auto") -> tuple[Golden, Model]:
+    """A model that is read once, for all tests: none of them changes it."""
     golden = load_golden(case)
-    return golden, load_model(write_model(folder, golden, stored_as), dtype=dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        return golden, load_model(write_model(Path(folder), golden, stored_as), dtype=dtype)
 
 
 def check_logits(ours: Array, theirs: Array, tolerance: float) -> None:
@@ -47,8 +52,8 @@ def check_logits(ours: Array, theirs: Array, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_float32_logits_and_greedy_continuation(tmp_path: Path, case: str) -> None:
-    golden, model = load_case(tmp_path, case)
+def test_float32_logits_and_greedy_continuation(case: str) -> None:
+    golden, model = load_case(case)
     assert model.dtype is float32
     check_logits(logits_of(model, golden.prompt_ids), golden.logits["float32"], TOLERANCE)
     chosen, _ = greedy(model, golden.prompt_ids, len(golden.greedy_ids["float32"]), seed=1)
@@ -56,8 +61,8 @@ def test_float32_logits_and_greedy_continuation(tmp_path: Path, case: str) -> No
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_any_chunking_over_shuffled_pages_gives_the_same_logits(tmp_path: Path, case: str) -> None:
-    golden, model = load_case(tmp_path, case)
+def test_any_chunking_over_shuffled_pages_gives_the_same_logits(case: str) -> None:
+    golden, model = load_case(case)
     ids, rng = golden.prompt_ids, np.random.default_rng(len(case))
     cuts = np.sort(rng.choice(np.arange(1, len(ids)), 4, replace=False))
     random_sizes = np.diff([0, *cuts, len(ids)]).tolist()
@@ -67,8 +72,8 @@ def test_any_chunking_over_shuffled_pages_gives_the_same_logits(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_of_last_tokens_alone_have_the_same_bits(tmp_path: Path, case: str) -> None:
-    golden, model = load_case(tmp_path, case)
+def test_rows_of_last_tokens_alone_have_the_same_bits(case: str) -> None:
+    golden, model = load_case(case)
     chunks: dict[int, Sequence[int]] = {0: golden.prompt_ids, 1: golden.prompt_ids[:5]}
     rows = [ModelDriver(model, 2, last_alone=last_alone).step(chunks) for last_alone in (False, True)]
     for sequence in chunks:
@@ -87,8 +92,8 @@ def test_exact_mode(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", WINDOWED)
-def test_pages_behind_windows_are_given_up(tmp_path: Path, case: str) -> None:
-    golden, model = load_case(tmp_path, case)
+def test_pages_behind_windows_are_given_up(case: str) -> None:
+    golden, model = load_case(case)
     ids = golden.prompt_ids
     for sizes in ([1] * len(ids), [9, 1, len(ids) - 10], [len(ids) - 2, 2]):
         driver = ModelDriver(model, block_size=8, seed=4, in_groups=True)
@@ -109,7 +114,7 @@ average over the seeds ours is 0.0165, transformers' 0.0214 (`test_goldens_gpu.t
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("stored_as", "dtype"), [("BF16", "auto"), ("F32", "bfloat16")])
 def test_bfloat16(tmp_path: Path, case: str, stored_as: str, dtype: str) -> None:
-    golden, model = load_case(tmp_path, case, stored_as, dtype)
+    golden, model = load_case(case, stored_as, dtype)
     assert model.dtype is bfloat16
     assert model.kv_cache_spec(16).dtype is bfloat16
     theirs = golden.logits["bfloat16"]
@@ -137,10 +142,10 @@ def check_divergence(golden: Golden, model: Model, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_rounded_to_bfloat16_with_float32_pages(tmp_path: Path, case: str) -> None:
+def test_weights_rounded_to_bfloat16_with_float32_pages(case: str) -> None:
     """With float32 pages, all that bfloat16 does is to round the weights, and activations where the tile does: every
     product is what the tile defines, and without that rounding float32's tolerance holds."""
-    golden, model = load_case(tmp_path, case, "BF16")
+    golden, model = load_case(case, "BF16")
     theirs = golden.logits["bfloat16"]
     logits = logits_of(model, golden.prompt_ids, kv_dtype=float32)
     if ROUNDS_ROWS:
@@ -157,23 +162,23 @@ def test_weights_rounded_to_bfloat16_with_float32_pages(tmp_path: Path, case: st
 @pytest.mark.parametrize("case", [case for case in CASES if case.endswith("odd") or case.startswith("gpt2")])
 @pytest.mark.parametrize(("stored_as", "dtype"), [("F16", "auto"), ("BF16", "float16")])
 @pytest.mark.exhaustive_cases("F16-auto", "deepseek_v2_odd")
-def test_float16(tmp_path: Path, case: str, stored_as: str, dtype: str) -> None:
-    golden, model = load_case(tmp_path, case, stored_as, dtype)
+def test_float16(case: str, stored_as: str, dtype: str) -> None:
+    golden, model = load_case(case, stored_as, dtype)
     assert model.dtype is float16
     assert relative_error(logits_of(model, golden.prompt_ids), golden.logits["bfloat16"]) <= 4e-3
 
 
 @pytest.mark.parametrize("case", CASES[::4])
-def test_bfloat16_widened_to_float32(tmp_path: Path, case: str) -> None:
-    golden, model = load_case(tmp_path, case, "BF16", "float32")
+def test_bfloat16_widened_to_float32(case: str) -> None:
+    golden, model = load_case(case, "BF16", "float32")
     assert model.dtype is float32
     check_logits(logits_of(model, golden.prompt_ids), golden.logits["bfloat16"], TOLERANCE)
 
 
 # A longrope's sequence that outgrows its original context is the scheduler's to begin anew (test_longrope_threshold).
 @pytest.mark.parametrize("case", [case for case in CASES[::3] if "longrope" not in case])
-def test_sequences_in_one_batch_do_not_see_each_other(tmp_path: Path, case: str) -> None:
-    golden, model = load_case(tmp_path, case)
+def test_sequences_in_one_batch_do_not_see_each_other(case: str) -> None:
+    golden, model = load_case(case)
     ids = golden.prompt_ids
     driver = ModelDriver(model, 3, block_size=8, seed=3)
     reversed_ids = ids[::-1]

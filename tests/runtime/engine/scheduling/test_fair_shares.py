@@ -20,7 +20,7 @@ from tests.runtime.engine.scheduler_driver import Driver
 def driver(**settings: Any) -> Driver:
     """Room for all but rows: two sequences run at once."""
     usual: dict[str, Any] = {"scheduling_policy": "fair", "max_num_seqs": 2, "max_num_batched_tokens": 64}
-    return make_driver(**usual | {"num_blocks": 4000, "max_model_len": 64, "max_waiting": 10_000} | settings)
+    return make_driver(**usual | {"num_blocks": 160, "max_model_len": 64, "max_waiting": 10_000} | settings)
 
 
 @pytest.fixture(autouse=True)
