@@ -35,9 +35,9 @@ WORK_ITEMS_A_WORKER = 4  # of each expert: one may have all rows
 
 FIELDS = Fields(
     "*x *tables *starts *active *out *operands num_experts num_active depth x_stride width out_width row_words "
-    "panels_a_work_item panel_work_items num_arranging num_work_items arranged finished"
+    "panels_a_work_item panel_work_items num_arranging arranged"
 )
-_ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
+_ARRANGED = FIELDS.offset("arranged")
 _PRODUCT = PRODUCT_FIELDS.record
 
 
@@ -75,7 +75,7 @@ def experts_kernel(stored: Any) -> Kernel:
     def experts(arguments, work_item):
         block = carray(arguments, 1)
         a = block[0]
-        arranged, finished = address(block) + _ARRANGED, address(block) + _FINISHED
+        arranged = address(block) + _ARRANGED
         words = -(-a.depth // elements) * unit_words
         active, starts = int32_at(a.active, a.num_active), int32_at(a.starts, a.num_experts + 1)
         product = np.empty(1, _PRODUCT)
@@ -99,11 +99,8 @@ def experts_kernel(stored: Any) -> Kernel:
             if expert >= 0:
                 fill(a, expert, product)
                 multiply(product[0], (work_item - a.num_arranging) % a.panel_work_items, words)
-        if atomic.add(finished, 1) == a.num_work_items - 1:
-            atomic.store(arranged, 0)
-            atomic.store(finished, 0)
 
-    return Kernel(experts, FIELDS)
+    return Kernel(experts, FIELDS, counter="arranged")
 
 
 def multiply(
@@ -121,5 +118,5 @@ def multiply(
     total = num_arranging + num_active * panel_work_items
     experts_kernel(stored)(
         total, num_workers, x, tables, starts, active, out, address_of(operands), num_experts, num_active, depth,
-        x_stride, width, out_width, row_words, panels_a_work_item, panel_work_items, num_arranging, total, 0, 0,
+        x_stride, width, out_width, row_words, panels_a_work_item, panel_work_items, num_arranging, 0,
     )  # fmt: skip

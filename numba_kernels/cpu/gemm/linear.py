@@ -80,6 +80,7 @@ UNPACKED_ELEMENTS = 512  # of K that are unpacked at once with vpdpbusd: 24 KB o
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
+_WHOLE_MACS = 8_000_000  # of a work item of several tiles: the first block of its weight has not been prefetched
 _EXPANDED_VALUES = 196608  # of low-rank sums that are made at a time, about: an adapter's `up` is read as a long stream
 _LONE_EXPANDED_VALUES = 8192  # the same of a lone tile, which stay in the first-level cache
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
@@ -88,9 +89,9 @@ _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 FIELDS = Fields(
     "*x *panels *scales *bias *residual *out *operands *partials *low_rank num_rows depth x_stride width out_width "
     "num_segments step_elements panels_a_work_item row_work_items num_tiles num_arranging num_shrinking "
-    "arranging_parts num_work_items arranged finished"
+    "arranging_parts arranged"
 )
-_ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
+_ARRANGED = FIELDS.offset("arranged")
 
 
 @njit(nogil=True)
@@ -411,8 +412,7 @@ def linear_kernel(stored: Any) -> Kernel:
     ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
     may be ``out`` itself. The rows make ``num_tiles`` tiles. Work items ``0 .. num_arranging`` fill ``operands``
     with one each (for blocks, one of ``arranging_parts`` of its K); the others multiply some panels with one of
-    ``row_work_items`` shares of the tiles. Without arranging work items ``operands`` has been filled. ``arranged`` and
-    ``finished`` are 0 before a launch and after it.
+    ``row_work_items`` shares of the tiles. Without arranging work items ``operands`` has been filled.
 
     K is cut into ``num_segments``, 1 or more, at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
@@ -425,7 +425,7 @@ def linear_kernel(stored: Any) -> Kernel:
     def linear(arguments, work_item):
         block = carray(arguments, 1)
         a = block[0]
-        arranged, finished = address(block) + _ARRANGED, address(block) + _FINISHED
+        arranged = address(block) + _ARRANGED
         words = -(-a.depth // elements) * unit_words
         if work_item < a.num_arranging:
             arrange(a, work_item, words)
@@ -437,11 +437,8 @@ def linear_kernel(stored: Any) -> Kernel:
             while atomic.load(arranged) < a.num_arranging + a.num_shrinking:
                 atomic.pause()
             multiply(a, work_item - a.num_arranging - a.num_shrinking, words)
-        if atomic.add(finished, 1) == a.num_work_items - 1:
-            atomic.store(arranged, 0)
-            atomic.store(finished, 0)
 
-    return Kernel(linear, FIELDS)
+    return Kernel(linear, FIELDS, counter="arranged")
 
 
 def multiply(
@@ -470,7 +467,7 @@ def multiply(
         linear_kernel(stored)(
             total, work_items.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
             riding, count, depth, depth, width, out_width, num_segments, step_elements, work_items.panels,
-            work_items.row_work_items, work_items.num_tiles, num_arranging, num_shrinking, parts, total, 0, 0,
+            work_items.row_work_items, work_items.num_tiles, num_arranging, num_shrinking, parts, 0,
         )  # fmt: skip
 
 
@@ -486,7 +483,7 @@ def add_partials(
     linear_kernel(stored)(
         total, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, riding, rows, 0, 0,
         width, out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0,
-        num_shrinking, 1, total, 0, 0,
+        num_shrinking, 1, 0,
     )  # fmt: skip
 
 
@@ -517,12 +514,15 @@ class WorkItems:
 
 @functools.lru_cache(4096)
 def work_items_of(rows: int, depth: int, width: int, num_workers: int, num_tiles: int) -> WorkItems:
-    """The shares for ``rows`` (at least 1) rows in so many tiles: a few work items a thread."""
+    """The shares for ``rows`` (at least 1) rows in so many tiles: a few work items a thread, or one if it is short."""
     panels = -(-width // PANEL_COLUMNS)
     if rows * width * depth < SERIAL_MACS or num_workers == 1:
         return WorkItems(1, panels, 1, num_tiles, 1)
     row_work_items = -(-rows // TICKET_ROWS)
     panels_a_work_item = max(1, panels // (4 * num_workers))
+    if num_tiles > 1:
+        least = -(-_WHOLE_MACS // (min(rows, TICKET_ROWS) * PANEL_COLUMNS * depth))
+        panels_a_work_item = max(panels_a_work_item, min(least, -(-panels // num_workers)))
     return WorkItems(
         row_work_items * -(-panels // panels_a_work_item), panels_a_work_item, row_work_items, num_tiles, num_workers
     )

@@ -82,7 +82,8 @@ def argument_block(fields: Fields, *values: float) -> np.ndarray:
 class Kernel:
     """A compiled body. Calling it runs ``num_work_items`` pieces of work on up to ``num_workers`` threads.
 
-    The body is compiled (or read from disk) when the Kernel is made.
+    The body is compiled (or read from disk) when the Kernel is made. The field ``counter``, if any, is 0 before a
+    launch; in a recording it is set to 0 after it.
 
     Attributes:
         address: of the machine code.
@@ -90,12 +91,15 @@ class Kernel:
         fields: of that block.
     """
 
-    def __init__(self, body: Callable[..., None], fields: Fields, fastmath: set[str] | bool = False) -> None:
+    def __init__(
+        self, body: Callable[..., None], fields: Fields, fastmath: set[str] | bool = False, counter: str = ""
+    ) -> None:  # fmt: skip
         signature = types.void(types.CPointer(numba.from_dtype(fields.record)), types.intp)
         self.address = CFunction(signature, body, CODE_FOLDER, error_model="numpy", fastmath=fastmath).address
         self.packer = fields.packer
         self.fields = fields
         self._name = body.__name__
+        self._counter = fields.offset(counter) if counter else 0
 
     def __call__(self, num_work_items: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
         """``values`` are the fields in their order. Raises ``explain``'s error for a status that the kernel set; in a
@@ -108,7 +112,8 @@ class Kernel:
                     recording.check(int(value), what)
                 else:
                     assert value < _NO_SIZE, f"{what} is an address: its name needs a star"
-            recording.add(self.address, self.packer.pack(0, *values), num_work_items, num_workers, explain)
+            packed = self.packer.pack(0, *values)
+            recording.add(self.address, packed, num_work_items, num_workers, explain, self._counter)
             return
         with pool.lock:
             self.packer.pack_into(_block, 0, 0, *values)

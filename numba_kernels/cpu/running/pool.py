@@ -5,12 +5,13 @@ each costs more than many of them take. So a helper that has found no work keeps
 half a millisecond) before it sleeps, and as long as a program runs. A launch never waits for one that sleeps: it wakes
 it, and meanwhile draws the work items itself.
 
-The protocol, over the words of `_words` (each on a cache line of its own):
+The protocol, over the words of `_words`, those that are written often on cache lines of their own:
 
-- A job is open while NEXT < CLOSED. The launcher writes the job's words while it is closed, opens it by NEXT = 0, draws
-  work items like the helpers, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
-- A helper counts itself in ACTIVE, then draws. A work item drawn from an open job belongs to that job, whose words
-  cannot change while the helper is counted; a work item of a closed one is at least CLOSED, and it leaves.
+- NEXT holds all that a thread needs to draw: how many work items of the open launch are left, which launch of the
+  PROGRAM it is, and how many helpers it may have. A draw subtracts 1; who gets a number above 0 has that work item.
+- A helper that draws no more adds what it has done to DONE. The launcher draws like the helpers, waits until all work
+  items are done, and opens the next launch by one write. So no launch ends while a helper has a work item of it, and
+  a helper reads the program's rows only then.
 
 One launch at a time, or one program of launches: callers of `run` or `run_program` hold the lock. Helpers are
 daemon threads, joined when the process ends.
@@ -39,17 +40,25 @@ SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 n
 
 _most_threads = NUM_THREADS
 
-PROGRAM_COLUMNS = 4
-"""A program, int64 ``[launches, 4]``: function, arguments, work items, helpers."""
+PROGRAM_COLUMNS = 5
+"""A program, int64 ``[launches, 5]``: function, arguments, work items, helpers, and the address of a word that is 0
+before a launch and after it, or 0."""
 
 lock = threading.Lock()
-CLOSED = 1 << 40
-_LINE = 8  # words of 8 bytes a cache line
-NEXT, ACTIVE, FUNCTION, ARGUMENTS, NUM_WORK_ITEMS, NUM_HELPERS, ASLEEP, STOP, BUSY = (i * _LINE for i in range(9))
+_LEFT = (1 << 32) - 1  # NEXT's bits of the work items that are left
+NONE_LEFT = 1 << 31  # is added to them, since threads go on to draw
+_LAUNCH_AT, _HELPERS_AT = 32, 52  # the places in NEXT of the launch's number and of its helpers
+MOST_LAUNCHES, MOST_HELPERS = 1 << _HELPERS_AT - _LAUNCH_AT, (1 << 63 - _HELPERS_AT) - 1
 
-_words = np.zeros(10 * _LINE, np.int64)
-_words[NEXT] = CLOSED
+_LINE = 8  # words of 8 bytes a cache line
+NEXT, DONE, PROGRAM, ASLEEP, STOP, BUSY = 0, 1, _LINE, 2 * _LINE, 3 * _LINE, 4 * _LINE
+
+_memory = np.zeros(6 * _LINE, np.int64)
+_words = _memory[-_memory.ctypes.data % 64 // 8 :]
+_words[NEXT] = NONE_LEFT
 _address = _words.ctypes.data
+_alone = np.zeros(PROGRAM_COLUMNS, np.int64)  # the program of one launch
+_ROW_BYTES = 8 * PROGRAM_COLUMNS
 _I64 = ir.IntType(64)
 
 
@@ -113,38 +122,49 @@ def run_alone(function, arguments, num_work_items):
 
 @njit(nogil=True)
 def _draw(words):
-    """Draws and runs work items until none is left."""
-    work_item = _add(words, NEXT, 1)
-    while work_item < CLOSED and work_item < _load(words, NUM_WORK_ITEMS):
-        _call(_load(words, FUNCTION), _load(words, ARGUMENTS), work_item)
-        work_item = _add(words, NEXT, 1)
+    """Draws and runs work items until none is left; how many it has run."""
+    count = 0
+    drawn = _add(words, NEXT, -1)
+    while drawn & _LEFT > NONE_LEFT:
+        row = _load(words, PROGRAM) + (drawn >> _LAUNCH_AT & MOST_LAUNCHES - 1) * _ROW_BYTES
+        work_item = _load(row, 2) - (drawn & _LEFT) + NONE_LEFT
+        _call(_load(row, 0), _load(row, 1), work_item)
+        count += 1
+        drawn = _add(words, NEXT, -1)
+    return count
 
 
-@_compiled("void(int64, int64, int64, int64, int64)")
-def _launch(words, function, arguments, num_work_items, num_helpers):
-    _store(words, FUNCTION, function)
-    _store(words, ARGUMENTS, arguments)
-    _store(words, NUM_WORK_ITEMS, num_work_items)
-    _store(words, NUM_HELPERS, num_helpers)
-    _store(words, NEXT, 0)
-    _draw(words)
-    _store(words, NEXT, CLOSED)
-    while _load(words, ACTIVE) != 0:
+@njit(nogil=True)
+def _launch(words, program, number):
+    """The launch with this number, which may have helpers."""
+    row = program + number * _ROW_BYTES
+    num_work_items, num_helpers = _load(row, 2), _load(row, 3)
+    if num_helpers == 0:
+        for work_item in range(num_work_items):
+            _call(_load(row, 0), _load(row, 1), work_item)
+        return
+    _store(words, NEXT, num_helpers << _HELPERS_AT | number << _LAUNCH_AT | NONE_LEFT + num_work_items)
+    count = _draw(words)
+    while _load(words, DONE) + count != num_work_items:
         pause()
+    _store(words, DONE, 0)
+
+
+@_compiled("void(int64, int64)")
+def _launch_one(words, program):
+    _store(words, PROGRAM, program)
+    _launch(words, program, 0)
 
 
 @_compiled("UniTuple(int64, 2)(int64, int64, int64)")
 def _launch_all(words, program, length):
     """Launch after launch; (the one that set its status, and which) or (-1, 0)."""
+    _store(words, PROGRAM, program)
     for i in range(length):
-        row = i * PROGRAM_COLUMNS
-        function, arguments = _load(program, row), _load(program, row + 1)
-        num_work_items, num_helpers = _load(program, row + 2), _load(program, row + 3)
-        if num_helpers == 0:
-            for work_item in range(num_work_items):
-                _call(function, arguments, work_item)
-        else:
-            _launch(words, function, arguments, num_work_items, num_helpers)
+        _launch(words, program, i)
+        arguments, counter = _load(program + i * _ROW_BYTES, 1), _load(program + i * _ROW_BYTES, 4)
+        if counter != 0:
+            _store(counter, 0, 0)
         status = _status_at(arguments)
         if status != 0:
             _clear_status(arguments)
@@ -154,13 +174,14 @@ def _launch_all(words, program, length):
 
 @_compiled("void(int64, int64, int64)")
 def _help(words, index, rounds):
-    """Takes part in jobs until ``rounds`` looks in a row found none, and no program has jobs to come."""
+    """Takes part in launches until ``rounds`` looks in a row found none, and no program has launches to come."""
     idle = 0
     while (idle < rounds or _load(words, BUSY) != 0) and _load(words, STOP) == 0:
-        if _load(words, NEXT) < _load(words, NUM_WORK_ITEMS) and index < _load(words, NUM_HELPERS):
-            _add(words, ACTIVE, 1)
-            _draw(words)
-            _add(words, ACTIVE, -1)
+        drawn = _load(words, NEXT)
+        if drawn & _LEFT > NONE_LEFT and index < drawn >> _HELPERS_AT:
+            count = _draw(words)
+            if count:
+                _add(words, DONE, count)
             idle = 0
         else:
             pause()
@@ -205,8 +226,8 @@ class _Helpers:
         while not _words[STOP]:
             _help(_address, index, SPIN_ROUNDS)
             with self.wake:
-                # A job may have been opened while this thread waited for the interpreter's lock.
-                if not _words[STOP] and not _words[BUSY] and _words[NEXT] >= _words[NUM_WORK_ITEMS]:
+                # A launch may have been opened while this thread waited for the interpreter's lock.
+                if not _words[STOP] and not _words[BUSY] and int(_words[NEXT]) & _LEFT <= NONE_LEFT:
                     _words[ASLEEP] += 1
                     self.wake.wait()
 
@@ -228,7 +249,7 @@ def most_threads() -> int:
 
 def num_helpers(num_work_items: int, num_threads: int) -> int:
     """Helpers that so many work items on at most ``num_threads`` threads may have."""
-    return max(0, min(num_threads, num_work_items, _most_threads) - 1)
+    return max(0, min(num_threads, num_work_items, _most_threads, MOST_HELPERS + 1) - 1)
 
 
 def run(function: int, arguments: int, num_work_items: int, num_threads: int) -> None:
@@ -242,7 +263,8 @@ def run(function: int, arguments: int, num_work_items: int, num_threads: int) ->
         _helpers.rouse()
     elif not _helpers.threads:
         _helpers.start()
-    _launch(_address, function, arguments, num_work_items, helpers)
+    _alone[:] = function, arguments, num_work_items, helpers, 0
+    _launch_one(_address, _alone.ctypes.data)
 
 
 def run_program(program: int, length: int, most_helpers: int) -> tuple[int, int]:
@@ -263,7 +285,7 @@ def _after_fork() -> None:
     global _helpers, lock
     _helpers, lock = _Helpers(), threading.Lock()
     _words[:] = 0
-    _words[NEXT] = CLOSED
+    _words[NEXT] = NONE_LEFT
 
 
 if hasattr(os, "register_at_fork"):

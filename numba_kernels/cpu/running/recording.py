@@ -102,7 +102,7 @@ class Recording:
         self.arena = arena
         self._number = next_number()
         self._held: dict[int, tuple[object, int]] = {}  # by address: the owner that keeps it valid, and bytes
-        self._launches: list[tuple[int, bytes, int, int, Explain | None]] = []
+        self._launches: list[tuple[int, bytes, int, int, int, Explain | None]] = []
         self._blocks = np.empty(0, np.uint8)
         self._program = np.empty((0, pool.PROGRAM_COLUMNS), np.int64)
         self._num_helpers = self._program_address = 0
@@ -118,10 +118,12 @@ class Recording:
         return self._blocks.nbytes + self._program.nbytes
 
     def add(
-        self, function: int, arguments: bytes, num_work_items: int, num_workers: int, explain: Explain | None
-    ) -> None:
-        """The next launch. ``arguments`` begin with the status, 0."""
-        self._launches.append((function, arguments, num_work_items, num_workers, explain))
+        self, function: int, arguments: bytes, num_work_items: int, num_workers: int, explain: Explain | None,
+        counter: int = 0,
+    ) -> None:  # fmt: skip
+        """The next launch. ``arguments`` begin with the status, 0. ``counter``: bytes before the word that is set to 0
+        after it, if any."""
+        self._launches.append((function, arguments, num_work_items, num_workers, counter, explain))
 
     def mark(self, number: int) -> None:
         """A replay can tell when the launches so far have run."""
@@ -159,14 +161,17 @@ class Recording:
         memory = np.zeros(sum(sizes) + _LINE_BYTES, np.uint8)
         self._blocks = memory[-memory.ctypes.data % _LINE_BYTES :]
         address, at = self._blocks.ctypes.data, 0
+        assert len(self._launches) <= pool.MOST_LAUNCHES
         self._program = np.empty((len(self._launches), pool.PROGRAM_COLUMNS), np.int64)
-        for row, size, (function, arguments, work_items, workers, _) in zip(self._program, sizes, self._launches):
+        for row, size, launch in zip(self._program, sizes, self._launches):
+            function, arguments, work_items, workers, counter, _ = launch
             self._blocks[at : at + len(arguments)] = np.frombuffer(arguments, np.uint8)
-            row[:] = function, address + at, work_items, pool.num_helpers(work_items, workers)
+            helpers, start = pool.num_helpers(work_items, workers), address + at
+            row[:] = function, start, work_items, helpers, start + counter if counter else 0
             at += size
         self._num_helpers = int(self._program[:, 3].max(initial=0))
         self._program_address = self._program.ctypes.data
-        self._launches = [(0, b"", 0, 0, explain) for *_, explain in self._launches]
+        self._launches = [(0, b"", 0, 0, 0, explain) for *_, explain in self._launches]
 
     def replay(self, passed: Callable[[int], None] | None = None) -> None:
         """Runs all launches, and calls ``passed`` with the number of each mark. Raises the error of the first launch

@@ -33,6 +33,17 @@ def _count(counts, work_item):
     carray(counts, work_item + 1)[work_item] += 1 + (total & 0)
 
 
+@cfunc(types.void(types.CPointer(types.int64), types.intp))
+def _copy(counts, work_item):
+    """Writes 1 more than the least of its launch's cells to the next launch's, and counts in the cell between."""
+    cells = carray(counts, 18)
+    least = cells[1]
+    for i in range(1, 8):
+        least = min(least, cells[i])
+    cells[10 + work_item] = least + 1
+    cells[8] += 1
+
+
 def launch(num_work_items: int, num_threads: int) -> np.ndarray:
     """How often each work item ran."""
     counts = np.zeros(max(1, num_work_items), np.int64)
@@ -46,6 +57,23 @@ def test_every_work_item_runs_once(num_threads):
         assert launch(num_work_items, num_threads).tolist() == [1] * num_work_items
 
 
+def test_a_program_runs_each_launch_after_the_one_before():
+    """A launch sees all that the one before it has done, and its counter is 0 again in the next run."""
+    length, num_work_items = 40, 7
+    counts = np.zeros((length + 1, num_work_items + 2), np.int64)  # status, the counts, and the counter at the end
+    counts[0, 1:-1] = 1
+    rows = [
+        (_copy.address, each.ctypes.data, num_work_items, pool.num_helpers(num_work_items, 2), each[-1:].ctypes.data)
+        for each in counts[:-1]
+    ]
+    program = np.array(rows, np.int64)
+    for _ in range(50):
+        counts[1:] = 0
+        assert pool.run_program(program.ctypes.data, length, pool.num_helpers(num_work_items, 2)) == (-1, 0)
+        assert (counts[:, 1:-1] == np.arange(1, length + 2)[:, None]).all()
+        assert not counts[:, -1].any()
+
+
 def test_helpers_sleep_when_idle_and_are_roused():
     launch(64, 2)
     if pool.NUM_THREADS == 1:
@@ -57,7 +85,7 @@ def test_helpers_sleep_when_idle_and_are_roused():
             assert time.monotonic() < deadline, "a helper does not go to sleep"
             time.sleep(0.01)
         assert launch(64, 2).tolist() == [1] * 64
-        assert pool._words[pool.ACTIVE] == 0
+        assert pool._words[pool.DONE] == 0
 
 
 @pytest.mark.parametrize("fork", [False, True])
