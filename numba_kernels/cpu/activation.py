@@ -73,17 +73,12 @@ def _parabola(number):
 _TAILS = [_parabola(number) for number in range(_NUM_PIECES)]
 
 
-def _sigmoid(builder, x):
-    one = constant_like(x, 1.0)
-    return builder.fdiv(one, builder.fadd(one, simd.exp(builder, builder.fsub(constant_like(x, -0.0), x))))
-
-
 def _silu(builder, x):
-    return builder.fmul(x, _sigmoid(builder, x))
+    return builder.fmul(x, simd.sigmoid(builder, x))
 
 
 def _gelu_sigmoid(builder, x):
-    return builder.fmul(x, _sigmoid(builder, builder.fmul(x, constant_like(x, 1.702))))
+    return builder.fmul(x, simd.sigmoid(builder, builder.fmul(x, constant_like(x, 1.702))))
 
 
 def _gelu_tanh(builder, x):
@@ -91,7 +86,7 @@ def _gelu_tanh(builder, x):
     cubic = fma(
         builder, builder.fmul(x, x), constant_like(x, twice * 0.044715), constant_like(x, twice)
     )  # 2 u = x (twice + twice 0.044715 x^2)
-    return builder.fmul(x, _sigmoid(builder, builder.fmul(x, cubic)))
+    return builder.fmul(x, simd.sigmoid(builder, builder.fmul(x, cubic)))
 
 
 def _gelu_erf(builder, x):
@@ -182,7 +177,7 @@ def _xielu(builder, x, positive, negative, beta, eps):
 _PLAIN = {
     "silu": _silu, "gelu_sigmoid": _gelu_sigmoid, "gelu_tanh": _gelu_tanh, "gelu_erf": _gelu_erf,
     "gelu_erf_rough": _gelu_erf_pieces if TILE_VECTORS > 1 else _gelu_erf_polynomial, "clamped_silu": _clamped_silu,
-    "sigmoid": _sigmoid, "squared_relu": _squared_relu,
+    "sigmoid": simd.sigmoid, "squared_relu": _squared_relu,
 }  # fmt: skip
 _SHAPED = {"clamp": _clamp, "xielu": _xielu}  # with numbers of their own
 _FUNCTIONS = _PLAIN | _SHAPED

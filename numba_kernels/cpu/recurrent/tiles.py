@@ -22,11 +22,6 @@ _PART = 16  # vectors of channels that are convolved together
 _AHEAD = 8  # rows that are prefetched before they are read
 
 
-def _sigmoid(builder, x):
-    one = constant_like(x, 1.0)
-    return builder.fdiv(one, builder.fadd(one, simd.exp(builder, builder.fsub(constant_like(x, -0.0), x))))
-
-
 @emitted(types.void, LITERAL, LITERAL, *[types.intp] * 8)
 def _convolve_vectors(builder, taps, has_silu, rows, count, first, conv, bias, out, out_stride, vectors):
     """The first ``vectors * LANES`` channels of `convolve`; all addresses and bytes.
@@ -76,7 +71,7 @@ def _convolve_vectors(builder, taps, has_silu, rows, count, first, conv, bias, o
                     value = simd.load(builder, builder.add(row, line), simd.vector(F32), 4)
                     total = simd.fma(builder, builder.load(entry(channels.index, tap)), value, total)
                 if has_silu:
-                    total = builder.fmul(total, _sigmoid(builder, total))
+                    total = builder.fmul(total, simd.sigmoid(builder, total))
                 simd.store(builder, total, builder.add(result, line))
 
 
@@ -141,7 +136,7 @@ def gate_factors(builder, is_delta, given, rates, bias, powers, decays, steps, c
 
         step = size = _softplus(builder, builder.fadd(of(rates), of(bias)))
         if is_delta:
-            step = _sigmoid(builder, of(given))
+            step = simd.sigmoid(builder, of(given))
         else:
             step = builder.select(builder.fcmp_ordered("<", size, low), low, size)
             step = size = builder.select(builder.fcmp_ordered(">", step, high), high, step)
@@ -181,7 +176,7 @@ def gate_tile(builder, form, x, gate, weight, out, count, scale):
             value = builder.fmul(builder.fmul(value, factor), of(weight))
         if form != NORMED:
             given = of(gate)
-            sigmoid = _sigmoid(builder, given)
+            sigmoid = simd.sigmoid(builder, given)
             value = builder.fmul(value, sigmoid if form == SIGMOID else builder.fmul(given, sigmoid))
         simd.masked_store(builder, value, builder.add(out, place), mask)
 
