@@ -201,12 +201,18 @@ def read_tree(root: Path, packages: tuple[str, ...] = PACKAGES) -> dict[str, Mod
     modules = {}
     for package in packages:
         for path in sorted((root / package).rglob("*.py")):
-            parts = path.relative_to(root).with_suffix("").parts
-            is_package = parts[-1] == "__init__"
-            module = Module(".".join(parts[:-1] if is_package else parts), is_package)
-            Reader(module).visit(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+            module = read_module(root, path)
             modules[module.name] = module
     return modules
+
+
+@functools.cache
+def read_module(root: Path, path: Path) -> Module:
+    parts = path.relative_to(root).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    module = Module(".".join(parts[:-1] if is_package else parts), is_package)
+    Reader(module).visit(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+    return module
 
 
 def resolve(name: str, modules: dict[str, Module]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,18 @@ import pytest
 from runtime.bench import cpu_products
 from runtime.bench.cpu_products import as_lines, bench_products
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers import cpu_limits
 
 TINY: dict[str, Any] = {"rows": (1, 9), "width": 96, "depth": 256, "num_rounds": 3, "working_set_bytes": 1 << 18}
+
+
+@pytest.fixture(autouse=True)
+def short_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor's limits are measured in milliseconds, not in a second of all cores."""
+    monkeypatch.setattr(cpu_limits, "WARM_UP_S", 1e-3)
+    monkeypatch.setattr(
+        cpu_products, "open_meter", partial(cpu_limits.open_meter, read_buffer_bytes=1 << 22, loop_s=1e-3)
+    )
 
 
 def test_rates_of_each_format_and_number_of_rows() -> None:

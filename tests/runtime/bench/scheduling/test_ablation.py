@@ -49,7 +49,7 @@ def chunked(budget: int, num_engines: int = 1) -> Variant:
 
 def test_a_goodput_is_the_last_rate_that_keeps_the_targets() -> None:
     for guess in (0.5, 500.0):
-        search = Search(TracePrompts(trace(200)), MODEL, Target(0.2, 0.02), guess)
+        search = Search(TracePrompts(trace(100)), MODEL, Target(0.2, 0.02), guess)
         variant = chunked(512)
         found = search.goodput(variant, 0.01)
         assert search.run(variant, found / search.base).attainment(0.2, 0.02) >= SHARE
