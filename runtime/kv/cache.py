@@ -19,11 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_kernels.cpu.gemm.panels import zeroed_bytes
 from runtime.device.context import Event
 from runtime.device.device import CPU, Device
 from runtime.device.gpu import Gpu
@@ -259,12 +261,16 @@ class KVCache:
     def allocate(self) -> None:
         """Allocates the pages anew, zeroed, after `free`. Raises OutOfMemoryError."""
         spec = self.spec
-        self.storages = [
-            tuple(_pages((self.pool_sizes[pool], *plane.shape), plane.dtype, spec.device) for plane in planes)
+        found = [
+            [((self.pool_sizes[pool], *plane.shape), plane.dtype) for plane in planes]
             for pool, planes in zip(spec.pool_of_storage, spec.planes, strict=True)
         ]
-        if spec.device.kind != "cpu":  # any stream may use them from now on
-            Gpu.of(spec.device).stream.synchronize()
+        if spec.device.kind == "cpu":
+            rest = iter(_host_pages([plane for planes in found for plane in planes]))
+            self.storages = [tuple(next(rest) for _ in planes) for planes in found]
+            return
+        self.storages = [tuple(_device_pages(shape, dtype, spec.device) for shape, dtype in planes) for planes in found]
+        Gpu.of(spec.device).stream.synchronize()  # any stream may use them from now on
 
     def free(self) -> None:
         """Lets the pages go. No work may be queued, and none recorded, that uses them."""
@@ -360,18 +366,25 @@ class HostPages:
         return self._pinned[-1].array.reshape(shape)
 
 
-def _pages(shape: tuple[int, ...], dtype: DType, device: Device) -> Tensor:
-    if device.kind != "cpu":
-        pages = Tensor.empty(shape, dtype, device)
-        Gpu.of(device).fill(pages.address, 0, pages.size_bytes)
-        return pages
-    size = math.prod(shape) * dtype.itemsize
+def _device_pages(shape: tuple[int, ...], dtype: DType, device: Device) -> Tensor:
+    pages = Tensor.empty(shape, dtype, device)
+    Gpu.of(device).fill(pages.address, 0, pages.size_bytes)
+    return pages
+
+
+def _host_pages(planes: Sequence[tuple[tuple[int, ...], DType]]) -> list[Tensor]:
+    """All layers' planes (shape, type) in one memory, so that huge pages hold those of short caches, too. Each begins
+    with a cache line: states are stored around the caches, in whole lines."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in planes]
+    starts = list(accumulate((-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes), initial=0))
     try:
-        memory = np.zeros(size + ALIGNMENT_BYTES, np.uint8)
-        first = -memory.ctypes.data % ALIGNMENT_BYTES  # states are stored around the caches, in whole lines
-        return Tensor.from_numpy(memory[first : first + size].view(dtype.numpy).reshape(shape))
-    except MemoryError as error:
-        raise OutOfMemoryError(f"KVCache: {size} bytes for one layer's pages {shape} were refused") from error
+        memory = zeroed_bytes(starts[-1])
+    except (MemoryError, OSError, OverflowError) as error:
+        raise OutOfMemoryError(f"KVCache: {starts[-1]} bytes of pages were refused") from error
+    return [
+        Tensor.from_numpy(memory[start : start + size].view(dtype.numpy).reshape(shape))
+        for start, size, (shape, dtype) in zip(starts, sizes, planes)
+    ]
 
 
 def _sizes(what: str, spec: KVCacheSpec, given: int | Sequence[int]) -> tuple[int, ...]:

@@ -24,9 +24,11 @@ from numba_kernels.cpu.intrinsics.simd import LOG2_E
 from numba_kernels.cpu.latent.tiles import (
     BLOCK_FOURS,
     CHUNK_TOKENS,
+    EIGHT,
     FOUR,
     HALF_TOKENS,
     SCORE_BYTES,
+    STEP_BYTES,
     VECTOR_BYTES,
     latent_scores,
     latent_softmax,
@@ -88,7 +90,7 @@ def latent_attention_kernel(stored: type) -> Kernel:
     itemsize = np.dtype(stored).itemsize
     pairs = 1 if ROUNDS_TO_BF16 and stored is np.uint16 else 0
     is_widened = stored is not np.float32 and not pairs
-    step_numbers = 2 * FOUR if pairs else FOUR
+    step_numbers = STEP_BYTES // (2 if pairs else 4)
     kept_size = 4 if is_widened else itemsize
     in_bytes, read_scale = is_quantised(stored), read_factor(stored)
     usual = _AHEAD_PAIRS if pairs else _AHEAD_TOKENS
@@ -119,9 +121,10 @@ def latent_attention_kernel(stored: type) -> Kernel:
         out_width = -(-a.value_dim // LANES) * LANES
         out_bytes = out_width * 4
         steps = -(-a.width // step_numbers)
+        eights = -(-fours // 2)
         block_fours = min(fours, BLOCK_FOURS)
         out_size = fours * FOUR * out_width
-        sizes = fours * steps * LANES, block_fours * SCORE_BYTES // 4, fours * LANES
+        sizes = eights * steps * LANES, block_fours * SCORE_BYTES // 4, fours * LANES
         kept_stride = -(-a.width // MOST_LANES) * MOST_LANES if in_bytes else a.row_stride  # numbers
         widened_size = (CHUNK_TOKENS * kept_stride + MOST_LANES) if is_widened else 0
         part_size = out_size + -(-2 * rows // LANES) * LANES
@@ -152,30 +155,29 @@ def latent_attention_kernel(stored: type) -> Kernel:
             last_segment = min(first_segment + a.item_segments, a.num_segments)
 
         queries = float32_at(queries_at, sizes[0])
-        for i in range((fours - 1) * steps * LANES, fours * steps * LANES):
+        for i in range((eights - 1) * steps * LANES, eights * steps * LANES):
             queries[i] = np.float32(0.0)  # rows that fill up the last four
         for row in range(rows):
-            target = queries_at + row // FOUR * steps * VECTOR_BYTES + row % FOUR * FOUR * 4
-            pack_row(pairs, a.q + (first_row + row) * a.width * 4, a.width, target, steps, np.float32(a.scale * LOG2_E))
+            source, scale = a.q + (first_row + row) * a.width * 4, np.float32(a.scale * LOG2_E)
+            target = queries_at + row // EIGHT * steps * VECTOR_BYTES + row % EIGHT * STEP_BYTES
+            pack_row(pairs, source, a.width, target, steps, scale)
+            if fours % 2 and row // FOUR == fours - 1:
+                pack_row(pairs, source, a.width, target + FOUR * STEP_BYTES, steps, scale)
 
         for row in range(fours * FOUR):
             end = first_position + row // a.heads + 1 if row < rows else 0
             ends[row * FOUR : (row + 1) * FOUR] = end
 
         is_merged = a.num_segments == 1 and last_segment > 1
-        if is_merged:
-            out, total_rows = float32_at(total[0], rows * out_width), float32_at(total[1], 2 * rows)
-            for i in range(rows * out_width):
-                out[i] = np.float32(0.0)
-            for row in range(rows):
-                total_rows[row], total_rows[rows + row] = np.float32(-np.inf), np.float32(0.0)
         for current in range(first_segment, last_segment):
             start, stop = current * SEGMENT_TOKENS, min(last_key, (current + 1) * SEGMENT_TOKENS)
             size = a.group_tokens * a.heads * (out_width + 2) * 4
             partial = triple(a.partial + (group * a.num_segments + current) * size, rows, out_width)
-            if a.num_segments > 1 and rows % FOUR == 0:  # no row fills up the last four, so sums arise in their place
-                part = partial
-                out_at = partial[0]
+            found = part
+            if is_merged and current == 0:
+                found = total
+            elif a.num_segments > 1 and rows % FOUR == 0:  # no row fills up the last four: sums arise in their place
+                found = partial
             for i in range(sizes[2]):
                 maxima[i], sums[i] = np.float32(-np.inf), np.float32(0.0)
             for chunk in range(start, stop, CHUNK_TOKENS):
@@ -218,8 +220,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
                     if seen == 0 and is_first == 0:
                         continue
                     latent_scores(
-                        pairs, queries_at + four * steps * VECTOR_BYTES, steps, rows_at, kept_stride * kept_size, seen,
-                        scores_at, ahead_at if four == 0 else 0, count,
+                        pairs, queries_at + four // 2 * steps * VECTOR_BYTES, steps, rows_at, kept_stride * kept_size,
+                        seen, scores_at, ahead_at if four == 0 else 0, count,
                     )  # fmt: skip
                     latent_softmax(
                         pairs, scores_at, ends_at + state, chunk, seen, maxima_at + state, sums_at + state,
@@ -227,15 +229,15 @@ def latent_attention_kernel(stored: type) -> Kernel:
                     )  # fmt: skip
                     latent_values(
                         pairs, weights_at, values_at, kept_stride * kept_size, seen, factors_at + state, is_first,
-                        out_at + four * FOUR * out_bytes, out_bytes, a.value_dim, count,
+                        found[0] + four * FOUR * out_bytes, out_bytes, a.value_dim, count,
                     )  # fmt: skip
-            _compact(maxima_at, rows, part[1])
-            _compact(sums_at, rows, part[2])
+            _compact(maxima_at, rows, found[1])
+            _compact(sums_at, rows, found[2])
             if a.num_segments > 1 and rows % FOUR:
                 if start < stop:
                     copy_bytes(partial[0], part[0], rows * out_bytes)
                 copy_bytes(partial[1], part[1], 2 * rows * 4)
-            if is_merged:
+            if is_merged and current > 0:
                 merge(total, part, rows, out_width)
         if a.num_segments == 1:
             target = a.out + first_row * a.value_dim * 4

@@ -1,11 +1,12 @@
 """The register tiles of attention over latent pages, as LLVM IR.
 
-Rows (queries: the heads of one token, then those of the next) come in fours. A vector of LANES numbers has FOUR lanes
-for each row of a four, so nothing is transposed:
+Rows (queries: the heads of one token, then those of the next) come in fours, for scores in eights:
 
-- **queries** ``[fours, steps, 4 rows, 4 words]``: a step of the chain over a row's width is FOUR words, one float32 or
-  two bfloat16 each. The same words of a latent row, 16 bytes as they lie in the page, meet all four rows at once.
-- **scores** ``[fours, CHUNK_TOKENS / 4, 4 rows, 4 tokens]``: the four partial sums of a row are added across four
+- **queries** ``[eights, steps, 8 rows, 2 words]``: a step of the chain over a row's width is two words, one float32 or
+  two bfloat16 each. The same words of a latent row, 8 bytes as they lie in the page, meet all eight rows at once. (On
+  Zen 5 a load that repeats 8 bytes costs no vector unit's time, one that repeats 16 does.) If the last four has no
+  partner, it lies in both halves of its eight, and these meet two tokens at once.
+- **scores** ``[fours, CHUNK_TOKENS / 4, 4 rows, 4 tokens]``: the two partial sums of a row are added across four
   tokens' vectors, so that the softmax has maxima and sums without horizontal work.
 - **weights**, as scores; rounded to bfloat16, two neighbouring tokens are a word, as vdpbf16ps takes them beside a word
   of the same column of both tokens.
@@ -25,15 +26,18 @@ from numba_kernels.cpu.layout import TILE_VECTORS
 from numba_kernels.cpu.quantised_rows import load_page
 from numba_kernels.cpu.target import LANES
 
-FOUR = 4
+FOUR, EIGHT = 4, 8
+STEP_BYTES = 8  # of a latent row that a step multiplies
 CHUNK_TOKENS = 128  # keys whose scores are computed before their values are summed
 HALF_TOKENS = 8  # tokens that are sure to lie side by side: block sizes are multiples of it
 BLOCK_FOURS = 16  # most fours of rows whose scores wait at once
 VECTOR_BYTES = LANES * 4
 SCORE_BYTES = CHUNK_TOKENS // FOUR * VECTOR_BYTES  # of a four's scores
 _IS_WIDE = TILE_VECTORS > 1  # 32 registers of LANES
-_SCORE_FOURS = 6 if _IS_WIDE else 1  # most fours of a tile of scores, beside four tokens
+_SCORE_EIGHTS = 3 if _IS_WIDE else 1  # most eights of a tile of scores
+_SCORE_TOKENS = HALF_TOKENS if _IS_WIDE else FOUR  # beside which it has so many tokens
 _VALUE_FOURS = 3 if _IS_WIDE else 1  # most fours of a tile of values
+_HALVES_OF_EIGHT = range(FOUR), range(FOUR, EIGHT)
 _VALUE_VECTORS = 2  # of a tile of values: with pairs, the words of 32 columns
 _HALVES_A_CHUNK = CHUNK_TOKENS // HALF_TOKENS
 _LINE_BYTES = 64
@@ -50,26 +54,6 @@ def _entry(builder, table, index):
 
 def _order(*lanes):
     return ir.Constant(simd.vector(I32, len(lanes)), list(lanes))
-
-
-def _in_each_four(builder, value):
-    """Four lanes as the lanes of each four."""
-    return builder.shuffle_vector(value, value, _order(*(lane % FOUR for lane in range(LANES))))
-
-
-def _rounded(builder, value):
-    """Floats as bits of bfloat16, to the nearest, ties to even; NaN stays NaN."""
-    lanes = value.type.count
-
-    def number(bits):
-        return simd.splat_constant(I32, bits, lanes)
-
-    bits = builder.bitcast(value, simd.vector(I32, lanes))
-    odd = builder.and_(builder.lshr(bits, number(16)), number(1))
-    nearest = builder.add(builder.add(bits, number(0x7FFF)), odd)
-    quiet = builder.or_(bits, number(0x400000))
-    chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, nearest)
-    return builder.trunc(builder.lshr(chosen, number(16)), simd.vector(I16, lanes))
 
 
 def _for_each_height(builder, fours, most, emit):
@@ -92,25 +76,38 @@ def _for_each_height(builder, fours, most, emit):
 
 @emitted(types.void, LITERAL, *[types.intp] * 4, types.float32)
 def pack_row(builder, pairs, source, width, target, steps, scale):
-    """A query of ``width`` floats times ``scale`` as ``steps`` times 16 bytes, VECTOR_BYTES apart: four floats, or with
-    ``pairs`` eight numbers rounded to bfloat16; zeros after the last."""
-    count = FOUR * 2 if pairs else FOUR
-    scales = simd.splat(builder, scale, count)
+    """A query of ``width`` floats times ``scale`` as ``steps`` times 8 bytes, VECTOR_BYTES apart: two floats, or with
+    ``pairs`` four numbers rounded to bfloat16; zeros after the last."""
+    vectors = 2 if pairs else 1  # of floats, whose numbers fill one
+    pieces = VECTOR_BYTES // STEP_BYTES
 
-    def write(numbers, at):
-        numbers = builder.fmul(numbers, scales)
-        simd.store(builder, _rounded(builder, numbers) if pairs else numbers, at)
+    def write(numbers, at, there):
+        numbers = [builder.fmul(each, simd.splat(builder, scale)) for each in numbers]
+        packed = dots.round_to_pairs(builder, *numbers) if pairs else numbers[0]
+        packed = builder.bitcast(packed, simd.vector(I64, pieces))
+        for piece in range(pieces):
+            with builder.if_then(builder.icmp_signed("<", _constant(piece), there)):
+                word = builder.extract_element(packed, ir.Constant(I32, piece))
+                simd.store(builder, word, simd.offset(builder, at, piece * VECTOR_BYTES))
 
-    whole = builder.udiv(width, _constant(count))
+    whole = builder.udiv(width, _constant(vectors * LANES))
     with cgutils.for_range(builder, whole, intp=I64) as loop:
-        place = builder.add(source, builder.mul(loop.index, _constant(count * 4)))
-        at = builder.add(target, builder.mul(loop.index, _constant(VECTOR_BYTES)))
-        write(simd.load(builder, place, simd.vector(F32, count), 4), at)
-    with builder.if_then(builder.icmp_unsigned("<", whole, steps)):
-        done = builder.mul(whole, _constant(count))
-        mask = simd.lanes_below(builder, 0, builder.sub(width, done), count)
-        numbers = simd.masked_load(builder, builder.add(source, builder.mul(done, _constant(4))), mask)
-        write(numbers, builder.add(target, builder.mul(whole, _constant(VECTOR_BYTES))))
+        place = builder.add(source, builder.mul(loop.index, _constant(vectors * VECTOR_BYTES)))
+        places = [simd.offset(builder, place, vector * VECTOR_BYTES) for vector in range(vectors)]
+        at = builder.add(target, builder.mul(loop.index, _constant(pieces * VECTOR_BYTES)))
+        write([simd.load(builder, place, simd.vector(F32), 4) for place in places], at, _constant(pieces))
+    done = builder.mul(whole, _constant(pieces))
+    with builder.if_then(builder.icmp_unsigned("<", done, steps)):
+        first = builder.mul(whole, _constant(vectors * LANES))
+        place, rest = builder.add(source, builder.mul(first, _constant(4))), builder.sub(width, first)
+        numbers = [
+            simd.masked_load(
+                builder, simd.offset(builder, place, vector * VECTOR_BYTES),
+                simd.lanes_below(builder, vector * LANES, rest),
+            )
+            for vector in range(vectors)
+        ]  # fmt: skip
+        write(numbers, builder.add(target, builder.mul(done, _constant(VECTOR_BYTES))), builder.sub(steps, done))
 
 
 @emitted(types.void, KIND, *[types.intp] * 3)
@@ -141,74 +138,120 @@ def latent_scores(builder, pairs, queries, steps, rows, row_bytes, tokens, score
     ``rows``: a table of addresses, one for each HALF_TOKENS tokens, of their first row, the next being ``row_bytes``
     further. ``ahead``: such a table of rows to prefetch meanwhile, or 0.
     """
-    kind = I32 if pairs else F32
+    kind = simd.vector(I32 if pairs else F32)
     add = dots.add_bf16_pairs if pairs else lambda builder, total, a, b: simd.fma(builder, a, b, total)
 
-    def row_of(table, turn, token):
-        start = _entry(builder, table, builder.lshr(turn, _constant(1)))
-        odd = builder.mul(builder.and_(turn, _constant(1)), _constant(FOUR))
-        return builder.add(start, builder.mul(builder.add(odd, _constant(token)), row_bytes))
+    both = _order(*range(EIGHT), *range(LANES + EIGHT, 2 * LANES))
 
-    def emit(first, height):
-        tile_bytes = builder.mul(steps, _constant(VECTOR_BYTES))
+    def row_of(table, turn):
+        first = builder.mul(turn, _constant(_SCORE_TOKENS))
+        start = _entry(builder, table, builder.udiv(first, _constant(HALF_TOKENS)))
+        return builder.add(start, builder.mul(builder.and_(first, _constant(HALF_TOKENS - 1)), row_bytes))
+
+    def emit(first, height, is_half):
+        """Of ``height`` eights from the eight ``first`` on; ``is_half``: the last one is a four."""
+        whole, eight_bytes = height - is_half, builder.mul(steps, _constant(VECTOR_BYTES))
         starts = [
-            builder.add(queries, builder.mul(builder.add(first, _constant(four)), tile_bytes)) for four in range(height)
+            builder.add(queries, builder.mul(builder.add(first, _constant(eight)), eight_bytes))
+            for eight in range(height)
         ]
-        out = builder.add(scores, builder.mul(first, _constant(SCORE_BYTES)))
-        turns = builder.udiv(builder.add(tokens, _constant(FOUR - 1)), _constant(FOUR))
+        out = builder.add(scores, builder.mul(first, _constant(2 * SCORE_BYTES)))
+        turns = builder.udiv(builder.add(tokens, _constant(_SCORE_TOKENS - 1)), _constant(_SCORE_TOKENS))
+        is_first = builder.icmp_signed("==", first, _constant(0))
+        fetches = builder.and_(is_first, builder.icmp_signed("!=", ahead, _constant(0)))
+        next_rows = builder.select(fetches, ahead, rows)
         with cgutils.for_range(builder, turns, intp=I64) as loop:
-            places = [row_of(rows, loop.index, token) for token in range(FOUR)]
-            sums = [[cgutils.alloca_once(builder, simd.vector(F32)) for token in range(FOUR)] for four in range(height)]
-            for register in (register for each in sums for register in each):
-                builder.store(simd.splat_constant(F32, 0.0), register)
+            place, next_place = row_of(rows, loop.index), row_of(next_rows, loop.index)
+            places = [builder.add(place, builder.mul(row_bytes, _constant(token))) for token in range(_SCORE_TOKENS)]
 
-            def add_up(next_rows):
-                with cgutils.for_range(builder, steps, intp=I64) as inner:
-                    if next_rows is not None:
-                        place = builder.add(next_rows, builder.mul(inner.index, _constant(_LINE_BYTES)))
-                        simd.prefetch(builder, place, is_near=bool(pairs))
-                    moved = builder.mul(inner.index, _constant(FOUR * 4))
+            def zeros(count):
+                found = [cgutils.alloca_once(builder, simd.vector(F32)) for _ in range(count)]
+                for register in found:
+                    builder.store(simd.splat_constant(F32, 0.0), register)
+                return found
+
+            def add_to(register, query, key):
+                builder.store(add(builder, builder.load(register), query, key), register)
+
+            sums = [zeros(_SCORE_TOKENS) for _ in range(whole)]
+            sums_of_two = zeros(_SCORE_TOKENS // 2 if is_half else 0)
+            with cgutils.for_range(builder, steps, intp=I64) as inner:
+                fetched = builder.mul(inner.index, _constant(STEP_BYTES * _SCORE_TOKENS))
+                simd.prefetch(builder, builder.add(next_place, fetched), is_near=bool(pairs))
+                moved = builder.mul(inner.index, _constant(VECTOR_BYTES))
+                columns = [simd.load(builder, builder.add(start, moved), kind, 4) for start in starts]
+                moved = builder.mul(inner.index, _constant(STEP_BYTES))
+                for token in range(0, _SCORE_TOKENS, 2):
                     keys = [
-                        simd.load(builder, builder.add(place, moved), simd.vector(kind, FOUR), 4) for place in places
+                        simd.splat(builder, simd.load(builder, builder.add(each, moved), I64, 4), LANES // 2)
+                        for each in places[token : token + 2]
                     ]
-                    keys = [_in_each_four(builder, key) for key in keys]
-                    moved = builder.mul(inner.index, _constant(VECTOR_BYTES))
-                    for start, registers in zip(starts, sums):
-                        query = simd.load(builder, builder.add(start, moved), simd.vector(kind), 4)
-                        for key, register in zip(keys, registers):
-                            builder.store(add(builder, builder.load(register), query, key), register)
+                    keys = [builder.bitcast(key, kind) for key in keys]
+                    for query, registers in zip(columns, sums):
+                        for key, register in zip(keys, registers[token:]):
+                            add_to(register, query, key)
+                    if is_half:
+                        if _IS_WIDE:  # or LLVM joins them by indices
+                            keys = [simd.left_alone(builder, key) for key in keys]
+                        add_to(sums_of_two[token // 2], columns[-1], builder.shuffle_vector(*keys, both))
+            at = builder.add(out, builder.mul(loop.index, _constant(_SCORE_TOKENS // FOUR * VECTOR_BYTES)))
+            for token in range(0, _SCORE_TOKENS, FOUR):
+                found = []
+                for registers in sums:
+                    found += _sums_of_eight(builder, [builder.load(each) for each in registers[token : token + FOUR]])
+                if is_half:
+                    two = sums_of_two[token // 2 : token // 2 + 2]
+                    found.append(_sums_of_four(builder, *[builder.load(each) for each in two]))
+                for four, vector in enumerate(found):
+                    place = simd.offset(builder, at, four * SCORE_BYTES + token // FOUR * VECTOR_BYTES)
+                    simd.store(builder, vector, place)
 
-            is_first = builder.icmp_signed("==", first, _constant(0))
-            fetches = builder.and_(is_first, builder.icmp_signed("!=", ahead, _constant(0)))
-            with builder.if_else(fetches) as (fetching, quiet):
-                with fetching:
-                    add_up(row_of(ahead, loop.index, 0))
-                with quiet:
-                    add_up(None)
-            at = builder.add(out, builder.mul(loop.index, _constant(VECTOR_BYTES)))
-            for four, registers in enumerate(sums):
-                vector = _sums_of_fours(builder, [builder.load(register) for register in registers])
-                simd.store(builder, vector, simd.offset(builder, at, four * SCORE_BYTES))
+    eights = builder.lshr(builder.add(fours, _constant(1)), _constant(1))
 
-    _for_each_height(builder, fours, _SCORE_FOURS, emit)
+    def of_either_end(first, height):
+        last = builder.mul(builder.add(first, _constant(height)), _constant(2))
+        with builder.if_else(builder.icmp_signed(">", last, fours)) as (half, whole):
+            with half:
+                emit(first, height, 1)
+            with whole:
+                emit(first, height, 0)
+
+    _for_each_height(builder, eights, _SCORE_EIGHTS, of_either_end)
 
 
-def _sums_of_fours(builder, vectors):
-    """Lane 4 r + t: the sum of lanes 4 r ... 4 r + 3 of vector t of four, as (0 + 2) + (1 + 3)."""
+def _pairs_added(builder, a, b):
+    """The sum of each two neighbouring lanes: of each four lanes of ``a`` two, then those of ``b``'s four."""
+    even, odd = (
+        [four + lane + vector for four in range(0, LANES, FOUR) for vector in (0, LANES) for lane in (start, start + 2)]
+        for start in (0, 1)
+    )
+    return builder.fadd(builder.shuffle_vector(a, b, _order(*even)), builder.shuffle_vector(a, b, _order(*odd)))
 
-    def each_four(a, b, lanes):
+
+def _sums_of_eight(builder, vectors):
+    """Two vectors: lane 4 r + t is the sum of lanes 2 r and 2 r + 1 of vector t of four, first for rows 0 to 3, then
+    for rows 4 to 7."""
+    first, second = _pairs_added(builder, *vectors[:2]), _pairs_added(builder, *vectors[2:])
+
+    def rows(start):
         places = [
-            (four + lane % FOUR) + (LANES if lane >= FOUR else 0) for four in range(0, LANES, FOUR) for lane in lanes
+            row // 2 * FOUR + row % 2 + token % 2 * 2 + token // 2 * LANES
+            for row in range(start, start + FOUR)
+            for token in range(FOUR)
         ]
-        return builder.shuffle_vector(a, b, _order(*places))
+        return builder.shuffle_vector(first, second, _order(*places))
 
-    def halves(a, b):
-        low, high = each_four(a, b, (0, FOUR, 1, FOUR + 1)), each_four(a, b, (2, FOUR + 2, 3, FOUR + 3))
-        return builder.fadd(low, high)
+    return rows(0), rows(FOUR)
 
-    first, second = halves(*vectors[:2]), halves(*vectors[2:])
-    even, odd = each_four(first, second, (0, 1, FOUR, FOUR + 1)), each_four(first, second, (2, 3, FOUR + 2, FOUR + 3))
-    return builder.fadd(even, odd)
+
+def _sums_of_four(builder, first, second):
+    """Lane 4 r + t: the sum of lanes 8 h + 2 r and the next one; halves h of ``first`` are tokens 0 and 1, of
+    ``second`` 2 and 3."""
+    added = _pairs_added(builder, first, second)
+    places = [
+        token % 2 * EIGHT + row // 2 * FOUR + row % 2 + token // 2 * 2 for row in range(FOUR) for token in range(FOUR)
+    ]
+    return builder.shuffle_vector(added, added, _order(*places))
 
 
 def _across_fours(builder, value, combine):
@@ -229,9 +272,10 @@ def latent_softmax(builder, pairs, scores, ends, chunk, tokens, maxima, sums, fa
     earlier sums have to be multiplied with. Scores become ``weights`` 2^(score - largest), 0 where masked: at the same
     place, or with ``pairs`` in bfloat16, half as far apart.
     """
-    turns = builder.udiv(builder.add(tokens, _constant(FOUR - 1)), _constant(FOUR))
+    turns = builder.lshr(builder.add(tokens, _constant(HALF_TOKENS - 1)), _constant(3))  # of two vectors of scores
     lowest = simd.splat_constant(F32, float("-inf"))
-    inside = _order(*(lane % FOUR for lane in range(LANES)))
+    vectors = HALF_TOKENS // FOUR
+    inside = [_order(*(FOUR * vector + lane % FOUR for lane in range(LANES))) for vector in range(vectors)]
 
     def origin(largest):
         """``largest``, or 0 where it is -inf: a row that has seen no key yet."""
@@ -244,33 +288,40 @@ def latent_softmax(builder, pairs, scores, ends, chunk, tokens, maxima, sums, fa
         weights_at = builder.add(weights, builder.mul(loop.index, _constant(SCORE_BYTES // (2 if pairs else 1))))
         end = simd.load(builder, builder.add(ends, state), simd.vector(I32), 4)
         end = builder.sub(end, simd.splat(builder, builder.trunc(chunk, I32)))
-        peak = cgutils.alloca_once_value(builder, lowest)
+        peaks = [cgutils.alloca_once_value(builder, lowest) for _ in range(vectors)]
         with cgutils.for_range(builder, turns, intp=I64) as inner:
-            place = builder.add(at, builder.mul(inner.index, _constant(VECTOR_BYTES)))
-            token = builder.trunc(builder.mul(inner.index, _constant(FOUR)), I32)
-            is_seen = builder.icmp_signed("<", builder.add(simd.splat(builder, token), inside), end)
-            score = builder.select(is_seen, simd.load(builder, place, simd.vector(F32), 4), lowest)
-            simd.store(builder, score, place)
-            builder.store(simd.larger(builder, score, builder.load(peak)), peak)
+            token = simd.splat(builder, builder.trunc(builder.mul(inner.index, _constant(HALF_TOKENS)), I32))
+            place = builder.add(at, builder.mul(inner.index, _constant(vectors * VECTOR_BYTES)))
+            for vector, peak in enumerate(peaks):
+                there = simd.offset(builder, place, vector * VECTOR_BYTES)
+                is_seen = builder.icmp_signed("<", builder.add(token, inside[vector]), end)
+                score = builder.select(is_seen, simd.load(builder, there, simd.vector(F32), 4), lowest)
+                simd.store(builder, score, there)
+                builder.store(simd.larger(builder, score, builder.load(peak)), peak)
         before = simd.load(builder, maxima_at, simd.vector(F32), 4)
-        largest = _across_fours(builder, builder.load(peak), lambda a, b: simd.larger(builder, a, b))
+        largest = simd.larger(builder, *[builder.load(peak) for peak in peaks])
+        largest = _across_fours(builder, largest, lambda a, b: simd.larger(builder, a, b))
         largest = simd.larger(builder, largest, before)
         lowered = origin(largest)
         factor = simd.exp2(builder, builder.fsub(before, lowered))
         simd.store(builder, largest, maxima_at)
         simd.store(builder, factor, factors_at)
-        total = cgutils.alloca_once(builder, simd.vector(F32))
-        builder.store(simd.splat_constant(F32, 0.0), total)
+        totals = [cgutils.alloca_once_value(builder, simd.splat_constant(F32, 0.0)) for _ in range(vectors)]
         with cgutils.for_range(builder, turns, intp=I64) as inner:
-            place = builder.add(at, builder.mul(inner.index, _constant(VECTOR_BYTES)))
-            score = builder.fsub(simd.load(builder, place, simd.vector(F32), 4), lowered)
-            weight = simd.exp2(builder, score)
-            builder.store(builder.fadd(builder.load(total), weight), total)
+            place = builder.add(at, builder.mul(inner.index, _constant(vectors * VECTOR_BYTES)))
+            found = []
+            for vector, total in enumerate(totals):
+                there = simd.offset(builder, place, vector * VECTOR_BYTES)
+                score = builder.fsub(simd.load(builder, there, simd.vector(F32), 4), lowered)
+                found.append(simd.exp2(builder, score))
+                builder.store(builder.fadd(builder.load(total), found[-1]), total)
             if pairs:
-                place = builder.add(weights_at, builder.mul(inner.index, _constant(VECTOR_BYTES // 2)))
-                weight = _rounded(builder, weight)
-            simd.store(builder, weight, place, 2 if pairs else 4)
-        added = _across_fours(builder, builder.load(total), builder.fadd)
+                place = builder.add(weights_at, builder.mul(inner.index, _constant(VECTOR_BYTES)))
+                simd.store(builder, dots.round_to_pairs(builder, *found), place)
+            else:
+                for vector, weight in enumerate(found):
+                    simd.store(builder, weight, simd.offset(builder, place, vector * VECTOR_BYTES))
+        added = _across_fours(builder, builder.fadd(*[builder.load(total) for total in totals]), builder.fadd)
         earlier = builder.fmul(simd.load(builder, sums_at, simd.vector(F32), 4), factor)
         simd.store(builder, builder.fadd(earlier, added), sums_at)
 
@@ -292,6 +343,7 @@ class _Floats:
         """Bytes before the weights that belong to a token of a half."""
         return token // FOUR * VECTOR_BYTES + token % FOUR * 4
 
+    in_order = staticmethod(lambda builder, vectors: vectors)
     row_bytes, half_bytes, four_bytes = FOUR * 4, 2 * VECTOR_BYTES, SCORE_BYTES
     add = staticmethod(lambda builder, total, weight, vector: simd.fma(builder, weight, vector, total))
     weight_type = F32
@@ -304,17 +356,33 @@ class _Pairs:
     units = 2
 
     def columns(self, builder, rows, mask):
-        """As `_Floats.columns`, of words; all 2 LANES columns without a mask."""
-        count = LANES if mask is not None else 2 * LANES
-        if mask is None:
-            loaded = [simd.load(builder, place, simd.vector(I16, count), 2) for place in rows]
-        else:
+        """As `_Floats.columns`, of words; without a mask all 2 LANES columns, of each eight the first four, then the
+        others: such are interleaved by the cheapest instructions."""
+        if mask is not None:
             loaded = [simd.masked_load(builder, place, mask, I16, 2) for place in rows]
+            orders = [range(LANES)]
+        else:
+            loaded = [simd.load(builder, place, simd.vector(I16, 2 * LANES), 2) for place in rows]
+            orders = [
+                [eight + lane for eight in range(0, 2 * LANES, EIGHT) for lane in half] for half in _HALVES_OF_EIGHT
+            ]
         words = []
-        for first in range(0, count, LANES):
-            order = [column + count * row for column in range(first, first + LANES) for row in range(2)]
-            words.append(builder.bitcast(builder.shuffle_vector(*loaded, _order(*order)), simd.vector(I32)))
+        for order in orders:
+            places = [column + loaded[0].type.count * row for column in order for row in range(2)]
+            words.append(builder.bitcast(builder.shuffle_vector(*loaded, _order(*places)), simd.vector(I32)))
         return words
+
+    def in_order(self, builder, vectors):
+        """Sums of the vectors of `columns`, in the order of columns."""
+        if len(vectors) == 1:
+            return vectors
+        places = [
+            eight + vector * LANES + lane
+            for eight in range(0, LANES, FOUR)
+            for vector in (0, 1)
+            for lane in range(FOUR)
+        ]
+        return [builder.shuffle_vector(*vectors, _order(*places[first : first + LANES])) for first in (0, LANES)]
 
     def weight_offset(self, token):
         """Bytes before the words that belong to a token of a half and the next."""
@@ -348,18 +416,8 @@ def latent_values(builder, pairs, weights, rows, row_bytes, tokens, factors, is_
              for v in range(count)]
             for line in lines
         ]  # fmt: skip
-        factor_at = builder.add(factors, builder.mul(first, _constant(VECTOR_BYTES)))
-        with builder.if_else(builder.icmp_signed("!=", is_first, _constant(0))) as (new, old):
-            with new:
-                for register in (register for each in sums for register in each):
-                    builder.store(simd.splat_constant(F32, 0.0), register)
-            with old:
-                for line in lines:
-                    factor = simd.load(builder, simd.offset(builder, factor_at, line * FOUR * 4), F32, 4)
-                    factor = simd.splat(builder, factor)
-                    for place, register in zip(places[line], sums[line]):
-                        before = simd.load(builder, place, simd.vector(F32), 4)
-                        builder.store(builder.fmul(before, factor), register)
+        for register in (register for each in sums for register in each):
+            builder.store(simd.splat_constant(F32, 0.0), register)
         weights_at = builder.add(weights, builder.mul(first, _constant(form.four_bytes)))
         start_bytes = builder.mul(start, _constant(itemsize))
 
@@ -397,9 +455,20 @@ def latent_values(builder, pairs, weights, rows, row_bytes, tokens, factors, is_
                         line = builder.select(builder.icmp_signed("<", wanted, last), wanted, last)
                         row_places.append(builder.add(base, builder.mul(row_bytes, line)))
                     add_up(row_places, at, form.weight_offset(token))
-        for line, registers in zip(places, sums):
-            for place, register in zip(line, registers):
-                simd.store(builder, builder.load(register), place)
+        factor_at = builder.add(factors, builder.mul(first, _constant(VECTOR_BYTES)))
+        found = [form.in_order(builder, [builder.load(register) for register in sums[line]]) for line in lines]
+        with builder.if_else(builder.icmp_signed("!=", is_first, _constant(0))) as (new, old):
+            with new:
+                for line in lines:
+                    for place, vector in zip(places[line], found[line]):
+                        simd.store(builder, vector, place)
+            with old:
+                for line in lines:
+                    factor = simd.load(builder, simd.offset(builder, factor_at, line * FOUR * 4), F32, 4)
+                    factor = simd.splat(builder, factor)
+                    for place, vector in zip(places[line], found[line]):
+                        before = simd.load(builder, place, simd.vector(F32), 4)
+                        simd.store(builder, simd.fma(builder, before, factor, vector), place)
 
     def all_fours(start, count, mask):
         """A unit of columns with all fours, which find it in the first-level cache."""
