@@ -51,9 +51,8 @@ FIELDS = Fields(
     "row_stride num_blocks block_size table_width group_tokens num_segments item_segments scales_at rotated_at",
     "scale",
 )
-_AHEAD_TOKENS, _AHEAD_PAIRS = 32, 16
-"""How far before its scores a row of float32, or of bfloat16, is prefetched. The rows of 16 tokens of bfloat16 fit in
-the first-level cache, and come to it from memory at once."""
+_AHEAD_TOKENS = 24
+"""How far before its scores a row is prefetched into the first-level cache."""
 MOST_LANES = 16  # of any tile's vectors: what rows of bytes are filled up to
 _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
@@ -93,8 +92,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
     step_numbers = STEP_BYTES // (2 if pairs else 4)
     kept_size = 4 if is_widened else itemsize
     in_bytes, read_scale = is_quantised(stored), read_factor(stored)
-    usual = _AHEAD_PAIRS if pairs else _AHEAD_TOKENS
-    ahead_tokens = CHUNK_TOKENS if is_widened else usual  # that are prefetched while scores are computed
+    ahead_tokens = CHUNK_TOKENS if is_widened else _AHEAD_TOKENS  # that are prefetched while scores are computed
+    near = 0 if is_widened else 1
 
     def attention(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -220,7 +219,7 @@ def latent_attention_kernel(stored: type) -> Kernel:
                     if seen == 0 and is_first == 0:
                         continue
                     latent_scores(
-                        pairs, queries_at + four // 2 * steps * VECTOR_BYTES, steps, rows_at, kept_stride * kept_size,
+                        pairs, near, queries_at + four // 2 * steps * VECTOR_BYTES, steps, rows_at, kept_stride * kept_size,
                         seen, scores_at, ahead_at if four == 0 else 0, count,
                     )  # fmt: skip
                     latent_softmax(

@@ -131,12 +131,12 @@ def widen_group(builder, stored, source, count, target, scale):
         simd.store(builder, builder.fmul(numbers, scales), at, 4)
 
 
-@emitted(types.void, LITERAL, *[types.intp] * 8)
-def latent_scores(builder, pairs, queries, steps, rows, row_bytes, tokens, scores, ahead, fours):
+@emitted(types.void, LITERAL, LITERAL, *[types.intp] * 8)
+def latent_scores(builder, pairs, near, queries, steps, rows, row_bytes, tokens, scores, ahead, fours):
     """``scores`` of at least ``tokens`` tokens of a chunk (undefined after them) and ``fours`` fours of queries.
 
     ``rows``: a table of addresses, one for each HALF_TOKENS tokens, of their first row, the next being ``row_bytes``
-    further. ``ahead``: such a table of rows to prefetch meanwhile, or 0.
+    further. ``ahead``: such a table of rows to prefetch meanwhile, or 0; with ``near`` into the first-level cache.
     """
     kind = simd.vector(I32 if pairs else F32)
     add = dots.add_bf16_pairs if pairs else lambda builder, total, a, b: simd.fma(builder, a, b, total)
@@ -177,7 +177,7 @@ def latent_scores(builder, pairs, queries, steps, rows, row_bytes, tokens, score
             sums_of_two = zeros(_SCORE_TOKENS // 2 if is_half else 0)
             with cgutils.for_range(builder, steps, intp=I64) as inner:
                 fetched = builder.mul(inner.index, _constant(STEP_BYTES * _SCORE_TOKENS))
-                simd.prefetch(builder, builder.add(next_place, fetched), is_near=bool(pairs))
+                simd.prefetch(builder, builder.add(next_place, fetched), is_near=bool(near))
                 moved = builder.mul(inner.index, _constant(VECTOR_BYTES))
                 columns = [simd.load(builder, builder.add(start, moved), kind, 4) for start in starts]
                 moved = builder.mul(inner.index, _constant(STEP_BYTES))
