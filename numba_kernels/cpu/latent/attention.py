@@ -219,8 +219,8 @@ def latent_attention_kernel(stored: type) -> Kernel:
                     if seen == 0 and is_first == 0:
                         continue
                     latent_scores(
-                        pairs, near, queries_at + four // 2 * steps * VECTOR_BYTES, steps, rows_at, kept_stride * kept_size,
-                        seen, scores_at, ahead_at if four == 0 else 0, count,
+                        pairs, near, queries_at + four // 2 * steps * VECTOR_BYTES, steps, rows_at,
+                        kept_stride * kept_size, seen, scores_at, ahead_at if four == 0 else 0, count,
                     )  # fmt: skip
                     latent_softmax(
                         pairs, scores_at, ends_at + state, chunk, seen, maxima_at + state, sums_at + state,
