@@ -149,7 +149,7 @@ def latent_scores(builder, pairs, near, queries, steps, rows, row_bytes, tokens,
         return builder.add(start, builder.mul(builder.and_(first, _constant(HALF_TOKENS - 1)), row_bytes))
 
     def emit(first, height, is_half):
-        """Of ``height`` eights from the eight ``first`` on; ``is_half``: the last one is a four."""
+        """A tile of ``height`` eights from the eight ``first`` on; ``is_half``: the last one is a four."""
         whole, eight_bytes = height - is_half, builder.mul(steps, _constant(VECTOR_BYTES))
         starts = [
             builder.add(queries, builder.mul(builder.add(first, _constant(eight)), eight_bytes))
