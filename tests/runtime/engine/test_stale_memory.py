@@ -8,6 +8,7 @@ answer; here he gets NaN, or token id -1.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,25 @@ def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     filled, caches = [0, 0], []
     replay, allocate, make_cache = Recording.replay, BlockPool.allocate, KVCache.__init__
 
-    def fill_and_replay(recording: Recording) -> None:
+    def fill_and_replay(recording: Recording, *passed: Any) -> None:
         for segment in recording.arena._segments:
             for start, end in segment.gaps:
                 stale = segment.memory[start : min(end, segment.used_bytes)]
                 stale[:] = BYTE
                 filled[0] += stale.nbytes
-        replay(recording)
+        replay(recording, *passed)
 
     def note(cache: KVCache, *arguments: Any) -> None:
         make_cache(cache, *arguments)
         caches.append(cache)
 
-    def fill_and_allocate(pool: BlockPool, count: int) -> list[int]:
-        block_ids = allocate(pool, count)
+    def fill_and_allocate(blocks: BlockPool, count: int, pool: int = 0, **options: Any) -> list[int]:
+        block_ids = allocate(blocks, count, pool, **options)
         for cache in caches:
-            for plane in (plane for planes in cache.storages for plane in planes):
-                plane.array.view(np.uint8)[block_ids] = BYTE
+            rows = np.array(block_ids, np.int64) - sum(cache.pool_sizes[:pool])
+            for planes in itertools.compress(cache.storages, (each == pool for each in cache.spec.pool_of_storage)):
+                for plane in planes:
+                    plane.array.view(np.uint8)[rows] = BYTE
         filled[1] += len(block_ids)
         return block_ids
 
@@ -72,7 +75,7 @@ def answers(model: Path, **options: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("^demo-", "^demo_moe-", "^demo_hybrid-(?!{'num_blocks')")
 @pytest.mark.parametrize(
     "options",
     [
@@ -81,7 +84,7 @@ def answers(model: Path, **options: Any) -> list[Any]:
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["demo", "demo_moe"])
+@pytest.mark.parametrize("name", ["demo", "demo_moe", "demo_hybrid"])
 def test_answers_are_the_same_over_memory_full_of_nan(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
