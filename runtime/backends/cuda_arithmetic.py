@@ -13,8 +13,8 @@ from numba_kernels.cuda.arithmetic import elementwise as _elementwise
 from numba_kernels.cuda.arithmetic import integer_matmul as _integer_matmul
 from numba_kernels.cuda.arithmetic import reduce as _reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
-from runtime.backends.cuda_tensor import alignment, upload, upload_together
-from runtime.device.device import Device
+from runtime.backends.cuda_tensor import alignment, upload_to_keep, upload_together
+from runtime.device.allocator import DeviceBlock
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, NDArray, bool_, float32, int32, int64
 from runtime.tensor import views
@@ -71,16 +71,16 @@ def write_elementwise(op: str, operands: Sequence[Tensor], target: Tensor, compu
             write_elementwise(op, [operand[index] for operand in expanded_operands], target[index], compute)
         return
     columns = [*range(len(values)), *([2] if condition else []), 3]
-    table = _layout(gpu, _elementwise.pack_layout(shape, dict(zip(columns, merged))), target.device)
+    table = _layout(gpu, _elementwise.pack_layout(shape, dict(zip(columns, merged))))
     gpu.launch(launch, *addresses, target.address, table.address, *common, 0, 0, 0, 0)
 
 
-def _layout(gpu: Gpu, packed: NDArray, device: Device) -> Tensor:
+def _layout(gpu: Gpu, packed: NDArray) -> DeviceBlock:
     """A layout on the device. Layouts are kept, so that what has run once can be recorded into a graph."""
     key = gpu.stream, packed.tobytes()
-    found: Tensor | None = gpu.layouts.get(key)
+    found: DeviceBlock | None = gpu.layouts.get(key)
     if found is None:
-        found = upload(packed, device)
+        found = upload_to_keep(gpu, packed)
         if len(gpu.layouts) < MOST_LAYOUTS:
             gpu.layouts[key] = found
     return found

@@ -12,7 +12,7 @@ from runtime.device.allocator import DeviceBlock
 from runtime.device.context import Stream
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import NDArray, dtype_of_array
+from runtime.dtype import NDArray, dtype_of_array, int32
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.cast import cast_array
 from runtime.tensor.storage import Storage
@@ -39,6 +39,14 @@ def upload(array: NDArray, device: Device) -> Tensor:
     if array.size:
         Gpu.of(device).write(result.address, array)
     return result
+
+
+def upload_to_keep(gpu: Gpu, array: NDArray) -> DeviceBlock:
+    """Memory with an array's elements that outlives the pass being recorded: never from a graph's pool, where replays
+    of the pool's other graphs would write over it."""
+    block = gpu.allocator.allocate(array.nbytes, gpu.stream, is_redirected=False)
+    gpu.write(block.address, array)
+    return block
 
 
 def upload_together(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
@@ -77,7 +85,8 @@ def id_flag(device: Device) -> Tensor:
 @functools.cache
 def _id_flag_of(gpu: Gpu) -> Tensor:
     """One for each Gpu object that has had the device's name: memory of another one is invalid."""
-    return upload(np.zeros(1, np.int32), gpu.device)
+    block = upload_to_keep(gpu, np.zeros(1, np.int32))
+    return Tensor(Storage(gpu.device, 4, None, block, block.address), int32, (1,), (1,), 0)
 
 
 def zeros(gpu: Gpu, count: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from runtime import ops
 from runtime.device.gpu import Gpu
-from runtime.device.graph import Graph
+from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import ALL_DTYPES, DType, bfloat16, bool_, float32, int32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.tensor.tensor import Tensor
@@ -270,3 +270,17 @@ def test_strided_copies_can_be_recorded() -> None:
     graph.replay()
     expected = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(1, 0, 2).reshape(3, 8)[:, :7]
     assert np.array_equal(graph.result.to("cpu").array, expected)
+
+
+def test_a_recording_keeps_no_layout_in_memory_of_others() -> None:
+    """A layout that a recording is the first to need stays valid when the pool's other graphs write their memory."""
+    gpu = Gpu.of(DEVICE)
+    pool = GraphPool(gpu)
+    array = np.arange(16 * 7, dtype=np.float32).reshape(16, 7)
+    x = Tensor.from_numpy(array).to(DEVICE)
+    first = Graph.capture(gpu, lambda: (x + x) * (x * x), pool=pool)
+    second = Graph.capture(gpu, lambda: x[:, 2:5].contiguous(), pool=pool)
+    for graph, expected in ((first, 2 * array**3), (second, array[:, 2:5])):
+        graph.replay()
+        gpu.synchronize()
+        assert np.array_equal(graph.result.to("cpu").array, expected)
