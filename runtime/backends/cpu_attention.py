@@ -26,6 +26,7 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 _SERIAL_ATTENTION_MACS = 64_000
+_FEW_TOKENS = 32  # of texts: drawing a head takes a fifth of its time
 _ITEMS_A_WORKER = 4  # of segments, so that a slow thread takes fewer
 LATENT_ROW_MULTIPLE = 16  # elements, whole vectors
 
@@ -243,7 +244,8 @@ def text_attention(
         raise fail("text_attention", "batch.seq_lens", "must be the lengths of the texts in the batch")
     groups = plan.num_groups
     workers, _ = _shares(plan, groups * num_heads, num_heads * head_dim, _attention.SEGMENT_TOKENS)
-    heads = num_heads if workers == 1 else max(1, min(num_heads, groups * num_heads // (_ITEMS_A_WORKER * workers)))
+    items = workers if workers == 1 or qkv.shape[0] <= _FEW_TOKENS else _ITEMS_A_WORKER * workers
+    heads = max(1, min(num_heads, groups * num_heads // items))
     query_start, _, _, group_starts = plan.addresses
     bias, bias_rows = _bias_fields(position_bias)
     _texts.text_attention_kernel(_texts.rounds_text(batch.may_round))(
