@@ -139,10 +139,6 @@ def _choose() -> str:
 
 TILES = _choose()
 
-WEIGHTS_PASS_CACHES = llvm.get_host_cpu_name() == "znver5"
-"""Whether weights are prefetched into the first-level cache alone: what is computed between two passes over them then
-stays in the second. Measured on Zen 5, whose first-level cache holds two blocks of a panel."""
-
 _IS_EMULATED = TILES in EMULATED_TILES
 HAS_BYTE_DOT = not _IS_EMULATED and compiled_for("avx512vnni")  # vpdpbusd: sums of products of four bytes
 HAS_BF16_DOT = TILES == "avx512_bf16"  # vdpbf16ps: sums of products of pairs of bfloat16

@@ -290,13 +290,7 @@ class _Tile:
             at = builder.add(start, row_bytes)
             places += [simd.offset(builder, at, v * LANES * 4) for v in range(TILE_VECTORS)]
         if self.panels == 1:
-            ahead = builder.add(self.ahead, builder.mul(word, self.step))
-            is_lone = builder.icmp_signed(">=", self.step, ir.Constant(I64, PANEL_COLUMNS * 4))
-            with builder.if_else(is_lone) as (lone, among_others):
-                with lone:
-                    simd.prefetch(builder, ahead)
-                with among_others:
-                    simd.prefetch(builder, ahead, is_weight=True)
+            simd.prefetch(builder, builder.add(self.ahead, builder.mul(word, self.step)))
         return places
 
     def _finish(self, builder):

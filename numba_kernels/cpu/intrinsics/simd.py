@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.target import HAS_HALF, LANES, WEIGHTS_PASS_CACHES, compiled_for
+from numba_kernels.cpu.target import HAS_HALF, LANES, compiled_for
 
 F32 = ir.FloatType()
 I1 = ir.IntType(1)
@@ -286,13 +286,11 @@ def _power_of_two(builder, x, n, rest):
     return builder.select(builder.fcmp_ordered("<", x, lowest), constant_like(x, 0.0), result)
 
 
-def prefetch(builder: ir.IRBuilder, address: ir.Value, is_near: bool = False, is_weight: bool = False) -> None:
+def prefetch(builder: ir.IRBuilder, address: ir.Value, is_near: bool = False) -> None:
     """Prefetches the cache line at ``address`` for reading; any address is allowed. With AVX-512, whose panels are
-    three times as wide, the second-level cache takes it unless ``is_near``, else the first. A line that ``is_weight``
-    goes past that cache where `WEIGHTS_PASS_CACHES`."""
+    three times as wide, the second-level cache takes it unless ``is_near``, else the first."""
     is_far = compiled_for("avx512f") and not is_near
-    level = (0 if is_weight and WEIGHTS_PASS_CACHES else 2) if is_far else 3
-    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, level), ir.Constant(I32, 1)
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 2 if is_far else 3), ir.Constant(I32, 1)
     pointer = builder.inttoptr(address, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
