@@ -7,17 +7,19 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from runtime.engine.grammar.compiler import compile_grammar
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.matcher import Vocabulary
+from runtime.later import later
 from tests.runtime.text.harmony.small_model import ids_of, small_ids, small_tokenizer
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.test_chat_parts import accumulated
 from tests.waiting import wait_until
+
+anthropic = later("anthropic")  # takes a second to import
 
 ADD: dict[str, Any] = {
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"],

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import jsonschema_rs
 import ollama
 import openai
 import pytest
 
+from runtime.later import later
 from server.config import ServerConfig
 from tests.server.openapi import check_answer
 from tests.server.test_real_engine import Real, serving_real
+
+anthropic = later("anthropic")  # takes a second to import
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 HELLO: list[Any] = [{"role": "user", "content": "Say something."}]

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
 import httpx
 import ollama
 import openai
@@ -27,6 +26,7 @@ import tokenizer.warm_up
 from models.checkpoints.hub import BUNDLED_MODEL
 from models.errors import ModelLoadError
 from runtime.cli import app
+from runtime.later import later
 from runtime.text.load import read_tokenizer
 from server.config import ServerConfig, ServerConfigError
 from server.loading import ServerStartError, TokenizerAhead, warm_up
@@ -38,6 +38,8 @@ from tests.server.running import serving_process
 from tests.server.starting import StartingServer, starting_server
 from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer.errors import TokenizerFileError
+
+anthropic = later("anthropic")  # takes a second to import
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 WITHOUT_THE_MODEL = {"/", "/api/version", "/health", "/ready", "/metrics", "/version", "/page/{name:path}"}

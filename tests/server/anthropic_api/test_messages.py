@@ -7,13 +7,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
+from runtime.later import later
 from server.config import ServerConfig
 from tests.server.conftest import ANSWER, Served, as_new, faked, prompt_of, say, saying
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
+
+anthropic = later("anthropic")  # takes a second to import
 
 MODEL = "fake-model"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]

@@ -7,12 +7,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import ollama
 import openai
 import pytest
 
+from runtime.later import later
 from tests.server.hosting.hosts import ENCODER, RANKER, Fake, Served, hosting
+
+anthropic = later("anthropic")  # takes a second to import
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -17,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from runtime.errors import XservError
+from runtime.later import later
 from server.config import ServerConfig, ServerConfigError
 from server.transport.auth import ApiKeys
 from server.transport.key_holders import KeyHolder, KeyLimitError, KeyTerms
@@ -24,6 +24,8 @@ from tests.server.conftest import Served, faked
 from tests.server.transport.test_auth import HELLO, bearer
 from tests.waiting import wait_until
 from tokenizer import Tokenizer
+
+anthropic = later("anthropic")  # takes a second to import
 
 FILE = """
 # name, weight and limits after a key; all of them may be left out
