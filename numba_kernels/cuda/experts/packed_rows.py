@@ -38,11 +38,10 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-TEAMS, STREAMS = 2, 4  # gate and up, or two tiles of columns; parts of K
+TEAMS, STREAMS = 2, 6  # gate and up, or two tiles of columns; parts of K: as many warps as half of the registers hold
 WARPS = TEAMS * STREAMS
 MOST_ROWS = 8  # of a tile
 SLOTS = (4, 3, 2)  # of a stage: fewer where x is long
-BLOCKS = 2  # of a multiprocessor: one has too few warps to unpack as fast as memory reads
 _FULL = 0.75  # of a tile's rows that experts have on average, at most: with more of them, many need a second tile
 
 
@@ -177,7 +176,7 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
         kernel=cuda.jit(experts),
         argument_types=ARGUMENT_TYPES,
         max_threads=WARPS * 32,
-        min_blocks=BLOCKS,
+        min_blocks=2,  # half of a multiprocessor, which such a launch leaves to its neighbours
         min_capability=90,
         constants={"dtype": DTYPE, "weight": weight_name, "activation": activation, "ring_slots": ring_slots},
     )
@@ -202,7 +201,7 @@ def plan(tiles: int, columns: int, depth: int, packing: Packing, activation: str
     ring_slots, shared_bytes = ring_of(packing, depth, arch)
     units = tiles * -(-columns // (ROWS if activation else ROWS * TEAMS))
     kernel = _kernel(packing.name, activation, row_counts(packing)[-1], ring_slots)
-    return Launch(kernel, (min(units, BLOCKS * num_sms), 1, 1), (WARPS * 32, 1, 1), shared_bytes)
+    return Launch(kernel, (min(units, num_sms), 1, 1), (WARPS * 32, 1, 1), shared_bytes)
 
 
 def ring_of(packing: Packing, depth: int, arch: str) -> tuple[int, int]:

@@ -40,7 +40,6 @@ ROWS = 4  # of the router, that a warp multiplies
 _TURNS = {False: 2, True: 1}  # loads of each of them that a lane has in flight, by `is_cluster`: registers are few
 _MOST_PER_LANE = 8  # experts: 256 of them
 MOST_SIZE = 20480  # elements of a row, which a block has in shared memory
-_BLOCKS = 2  # of a multiprocessor, that clusters may fill: with more tokens each has one block
 DTYPES = ("f16", "bf16")
 
 
@@ -239,7 +238,7 @@ def plan(
     Args:
         max_clusters: as `Gpu.max_clusters`; none on a device without clusters.
     """
-    most = min(MAX_BLOCKS, -(-num_experts // ROWS), _BLOCKS * num_sms // num_rows)
+    most = min(MAX_BLOCKS, -(-num_experts // ROWS), num_sms // num_rows)  # one on each multiprocessor
     blocks = max((each for each, _ in max_clusters if each <= most), default=1)
     is_cluster = blocks > 1
     return Launch(
