@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tools.kernel_costs import latencies
-from tools.kernel_costs.latencies import STEPS, Rates, Row, errors, fit, measured_rows, predicted
+from tools.kernel_costs.latencies import BATCHES, STEPS, Rates, Row, errors, fit, measured_rows, predicted
 
 MOST_MEDIAN, MOST_ERROR = 0.10, 0.30
 
@@ -48,6 +48,15 @@ def test_steps_are_predicted_by_a_chain_of_products() -> None:
     assert worst <= MOST_ERROR
     for step in STEPS:
         assert step.least_s < step.now_s() < step.before_s()
+
+
+def test_steps_of_several_sequences_are_predicted_by_rates_of_single_kernels() -> None:
+    rates = fit(measured_rows())
+    pairs = [(step, step.before_s(rates)) for step in BATCHES]
+    middle, worst = errors([*pairs, *((step, step.before_s()) for step in STEPS)])
+    assert middle <= MOST_MEDIAN
+    assert worst <= MOST_ERROR
+    assert all(step.now_s(rates) <= modelled for step, modelled in pairs)
 
 
 def test_the_page_marks_what_was_never_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ has just written. None of it was ever measured.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -254,21 +255,137 @@ STEPS = (
 )  # fmt: skip
 
 
+# Steps of several sequences, and prompts
+
+Work = tuple[float, float, float, float]
+"""Of equal launches: how many, bytes from device memory, instructions of warps, bytes from the second-level cache."""
+TENSOR_FLOPS, ATTENTION_FLOPS, BYTE_FLOPS = 790e12, 480e12, 1088e12
+"""A second: products of bfloat16 and attention of a prompt, measured; of e4m3 with groups' scales, `hopper_bytes`'
+model, never measured."""
+LAYERS, HEAD_BYTES, TOKEN_BYTES = 36, 1.24e9, 147_456  # Qwen3-8B: its output matrix, a token's keys and values
+SIZES = (6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288)  # q, k and v; o; gate and up; down
+PROMPT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStep:
+    """A model's step of several sequences, or a prompt.
+
+    Attributes:
+        before: the kernels that were measured.
+        now: those of today.
+        num_before, num_now: kernels of the graph.
+        num_hidden: of today's kernels, those that fill their rings beside their predecessor.
+        ring_bytes: of those.
+        seconds: measured.
+        more_s: seconds before and now that are no stream: a prompt's arithmetic.
+    """
+
+    case: str
+    before: tuple[Work, ...]
+    now: tuple[Work, ...]
+    num_before: int
+    num_now: int
+    num_hidden: int
+    seconds: float
+    ring_bytes: int = RING_BYTES[0]
+    more_s: tuple[float, float] = (0.0, 0.0)
+
+    def before_s(self, rates: Rates) -> float:
+        """The time of the measured kernels."""
+        return _total(self.before, rates) + self.num_before * BOUNDARY_S + self.more_s[0]
+
+    def now_s(self, rates: Rates) -> float:
+        """The time of today's kernels, never measured."""
+        hidden = self.num_hidden * min(BOUNDARY_S, self.ring_bytes / READ_BYTES)
+        return _total(self.now, rates) + self.num_now * BOUNDARY_S - hidden + self.more_s[1]
+
+
+def _total(works: Sequence[Work], rates: Rates) -> float:
+    without = dataclasses.replace(rates, start_s=0.0)
+    return sum(count * without.seconds(Row("", "", *each, 0.0)) for count, *each in works)
+
+
+def _products(a_number: float, instructions: float, x_columns: int, rows: int) -> tuple[Work, ...]:
+    """Qwen3-8B's, for so many instructions for 4 KB of the weight; x is read again for each `x_columns` columns."""
+    return tuple(
+        (
+            LAYERS, n * k * a_number, n * k * a_number / 4096 * instructions,
+            n * k * a_number + n / x_columns * rows * k * 2,
+        )
+        for n, k in SIZES
+    )  # fmt: skip
+
+
+def _rest(seqs: int, context: int) -> tuple[Work, ...]:
+    """Attention of Qwen3-8B, and its output matrix."""
+    key_bytes = seqs * context * TOKEN_BYTES / LAYERS
+    return (LAYERS, key_bytes, 0, key_bytes), (1, HEAD_BYTES, 0, HEAD_BYTES)
+
+
+def _few(rows: int) -> tuple[Work, ...]:
+    """Products of 16-bit weights in `hopper_few`, whose clusters share x: 1.08 of the weight."""
+    return _products(2, 256 if rows <= 16 else 356, 400 * rows // 32, rows)
+
+
+def _gpt_oss(instructions: float, cache_share: float) -> tuple[Work, ...]:
+    """gpt-oss-20b with 32 sequences of 256 tokens: all experts; attention's products; the output matrix; keys."""
+    experts, products, head, keys = 433e6, 53.1e6, 1.16e9, 32 * 256 * 2048
+    return (
+        (24, experts, experts / 4096 * instructions, experts * cache_share), (48, products / 2, 0, products / 2),
+        (24, keys, 0, keys), (1, head, 0, head),
+    )  # fmt: skip
+
+
+_WEIGHTS = sum(n * k for n, k in SIZES) * LAYERS
+_ATTENTION_S = 2.0 * PROMPT**2 * 4096 * LAYERS / ATTENTION_FLOPS
+_BF16_S = 2.0 * PROMPT * _WEIGHTS / TENSOR_FLOPS + _ATTENTION_S
+BATCHES = (
+    BatchStep("Qwen3-8B bf16, 8 of 1,024", (*_products(2, 300, 32, 16), *_rest(8, 1024)),
+              (*_few(8), *_rest(8, 1024)), 219, 183, 108, 4.84e-3),
+    BatchStep("bf16, 32 of 1,024", (*_products(2, 300, 32, 32), *_rest(32, 1024)),
+              (*_few(32), *_rest(32, 1024)), 219, 183, 108, 6.38e-3),
+    BatchStep("int4, 2 of 1,024", (*_products(0.516, 624, 32, 16), *_rest(2, 1024)),
+              (*_products(0.516, 270, 10**9, 2), *_rest(2, 1024)), 293, 185, 144, 3.24e-3, RING_BYTES[1]),
+    BatchStep("int4, 32 of 256", (*_products(0.516, 749, 32, 32), *_rest(32, 256)),
+              (*_products(0.516, 749, 32, 32), *_rest(32, 256)), 293, 257, 0, 4.60e-3),
+    BatchStep("FP8 blocks, 32 of 256", (*_products(1.03, 569, 32, 32), *_rest(32, 256)),
+              (*_products(1.03, 569, 32, 32), *_rest(32, 256)), 293, 257, 0, 5.29e-3),
+    BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(747, 1.07), 222, 198, 72, 5.28e-3),
+    BatchStep("bf16, prompt of 2,048", (), (), 219, 219, 0, 46.57e-3, more_s=(_BF16_S, _BF16_S)),
+    BatchStep("FP8 blocks, prompt of 2,048", (), (), 363, 363, 0, 51.29e-3, more_s=(
+        _BF16_S + 3 * _WEIGHTS / READ_BYTES, 2.0 * PROMPT * _WEIGHTS / BYTE_FLOPS + _ATTENTION_S)),
+)  # fmt: skip
+"""Those of the goals; their columns of int4 and FP8 at 32 sequences are today's `skinny`."""
+
+
 def page() -> str:
     """The rows and steps as tables, with the model's error."""
-    pairs = list(predicted(measured_rows()))
+    measured = measured_rows()
+    pairs = list(predicted(measured))
     steps = [(step, step.before_s()) for step in STEPS]
     lines = ["| family | case | measured, µs | modelled | error |", "|---|---|--:|--:|--:|"]
     lines += [_line(f"{row.family} | {row.case}", row.seconds, modelled, 1e6, ".1f") for row, modelled in pairs]
     middle, worst = errors(pairs)
     lines += ["", f"{len(pairs)} rows, each family's by the others: median error {middle:.1%}, worst {worst:.1%}.", ""]
-    lines += ["| step of one sequence | measured before, ms | modelled | error | now, modelled, never measured |"]
+    lines += ["| family | rows | median error | worst |", "|---|--:|--:|--:|"]
+    for family in dict.fromkeys(row.family for row in measured):
+        own = [pair for pair in pairs if pair[0].family == family]
+        middle, worst = errors(own)
+        lines.append(f"| {family} | {len(own)} | {middle:.1%} | {worst:.1%} |")
+    lines += ["", "| step | measured before, ms | modelled | error | now, modelled, never measured |"]
     lines += ["|---|--:|--:|--:|--:|"]
     lines += [
         f"{_line(step.case, step.seconds, modelled, 1e3, '.2f')} {step.now_s() * 1e3:.2f} |" for step, modelled in steps
     ]
-    middle, worst = errors(steps)
-    return "\n".join([*lines, "", f"{len(steps)} steps: median error {middle:.1%}, worst {worst:.1%}.", ""])
+    rates = fit(measured)
+    batches = [(step, step.before_s(rates)) for step in BATCHES]
+    lines += [
+        f"{_line(step.case, step.seconds, modelled, 1e3, '.2f')} {step.now_s(rates) * 1e3:.2f} |"
+        for step, modelled in batches
+    ]
+    middle, worst = errors([*steps, *batches])
+    return "\n".join([*lines, "", f"{len(steps + batches)} steps: median error {middle:.1%}, worst {worst:.1%}.", ""])
 
 
 def _line(case: str, measured: float, modelled: float, scale: float, digits: str) -> str:
