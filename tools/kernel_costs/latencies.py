@@ -303,7 +303,7 @@ class BatchStep:
 
 def _total(works: Sequence[Work], rates: Rates) -> float:
     without = dataclasses.replace(rates, start_s=0.0)
-    return sum(count * without.seconds(Row("", "", *each, 0.0)) for count, *each in works)
+    return sum(work[0] * without.seconds(Row("", "", work[1], work[2], work[3], 0.0)) for work in works)
 
 
 def _products(a_number: float, instructions: float, x_columns: int, rows: int) -> tuple[Work, ...]:
