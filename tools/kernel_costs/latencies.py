@@ -258,7 +258,7 @@ STEPS = (
 # Steps of several sequences, and prompts
 
 Work = tuple[float, float, float, float]
-"""Of equal launches: how many, bytes from device memory, instructions of warps, bytes from the second-level cache."""
+"""Equal launches: how many, bytes from device memory, instructions of warps, bytes from the second-level cache."""
 TENSOR_FLOPS, ATTENTION_FLOPS, BYTE_FLOPS = 790e12, 480e12, 1088e12
 """A second: products of bfloat16 and attention of a prompt, measured; of e4m3 with groups' scales, `hopper_bytes`'
 model, never measured."""
