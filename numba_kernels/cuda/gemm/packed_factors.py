@@ -151,6 +151,7 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
     first, second = BYTE_ORDER[element]
     num_x, second_row, has_fifth = -(-min(rows, 4) // 2), min(rows - 1, 1), rows == 5
     num_parts, num_pairs = num_x * 4, min(rows, 4)  # of sums, in all lanes alike
+    gap = ROW_GAP if has_fifth else 0  # after the first plane: lanes read two planes of the fifth row at once
     multiply, multiply_odd = (
         multiply_bytes("s8", tuple((4 * j, (0, 1, 2, 3), (4 * j + half, 4 * j + half + 1)) for j in range(num_x)))
         for half in (0, 2)
@@ -186,8 +187,8 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
             inside = uint32(((at & uint32(24)) << uint32(1)) | ((at & uint32(32)) >> uint32(2)))
             place = uint32(target + uint32((at >> uint32(6)) << uint32(6)) + inside)
             memory.shared_store_2xb32(place, (a, d))
-            memory.shared_store_2xb32(uint32(place + padded), (b, e))
-            memory.shared_store_2xb32(uint32(place + uint32(2) * padded), (c, f))
+            memory.shared_store_2xb32(uint32(place + uint32(padded + uint32(gap))), (b, e))
+            memory.shared_store_2xb32(uint32(place + uint32(uint32(2) * padded + uint32(gap))), (c, f))
             at = uint32(at + parts * uint32(256))
 
     @device_function
@@ -199,13 +200,14 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
         if has_fifth and lane >= uint32(24):
             plane, row = row, uint32(4)
         row_at = uint32(target + row * uint32(padded * uint32(_PLANES) + uint32(ROW_GAP)))
+        row_at = uint32(row_at + minimum_u32(plane, uint32(1)) * uint32(gap))
         return uint32(row_at + plane * padded + (lane & uint32(3)) * uint32(16))
 
     @device_function
     def apart(row_bytes, padded, lane):
         between = uint32(row_bytes * uint32(2))
         if has_fifth and lane >= uint32(24):
-            between = uint32(padded * uint32(2)) if lane < uint32(28) else padded
+            between = uint32(padded * uint32(2) + uint32(gap)) if lane < uint32(28) else padded
         return between
 
     def step_taker(word: int, step: int) -> Any:

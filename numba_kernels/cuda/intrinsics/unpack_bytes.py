@@ -43,7 +43,6 @@ def bytes_all(element: str, first: int, second: int) -> Any:
         """Two words of a row."""
         if element == "u8":
             return [builder.xor(word, ir.Constant(_WORD, 0x80 * _EACH)) for word in words]
-        (word,) = words
         (word,) = words  # 16 times each number
         both = (builder.shl(word, ir.Constant(_WORD, 4)), word)
         return [

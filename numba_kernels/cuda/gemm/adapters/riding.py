@@ -6,9 +6,8 @@ to its sum before a gate, a bias or a residual. A GPU starts blocks in the order
 started before one waits for them, and they wait for the previous grid alone.
 
 One warp of a block waits for them, and counts the block out at once (`wait_for_shrinking`); the others have met it
-before they expand. The number that this atomic addition returns is read at the block's end (`reset_counters`), so its
-latency overlaps with the work between. The block that was the last one sets the counters back to zero for the next
-launch.
+before they expand. The answer of this atomic addition is read at the block's end (`reset_counters`), so its latency
+overlaps with the work between. The last block sets the counters back to zero for the next launch.
 
 A block that shrinks takes up to `rows` rows of one adapter and RANKS ranks at a time, so that it reads x and ``down``
 once for several numbers; its warps share K. Where more rows and ranks are wanted than blocks, it takes several in turn.
