@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_637,
     "runtime/linear": 3_469,
     "runtime/kv": 1_949,
-    "runtime/engine": 29_214,
+    "runtime/engine": 29_217,
     "runtime/text": 7_342,
     "runtime/llm": 1_983,
     "runtime/parallel": 2_876,

@@ -26,7 +26,6 @@ from runtime.engine.weights.commands import (
     WakeTag,
     WakeUp,
     check_version,
-    next_version,
 )
 
 Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -59,21 +58,21 @@ class ChangingWeights:
         Both versions need memory at once, unless ``sleep(level=2)`` came first. Also raises ``ModelLoadError`` and
         ``OutOfMemoryError``.
         """
-        version = next_version(self.weight_version) if weight_version is None else weight_version
-        check_version(version)
+        if weight_version is not None:
+            check_version(weight_version)
         if (weights is None) == (shared_memory is None):
             raise RequestError("give weights or shared_memory, one of them", param="weights")
         if shared_memory is not None:
-            return self.client.update_weights(SharedWeights(str(_place_of(shared_memory))), version, mode)
+            return self.client.update_weights(SharedWeights(str(_place_of(shared_memory))), weight_version, mode)
         assert weights is not None
         if isinstance(weights, (str, Path)):
             path = Path(weights).expanduser().resolve()
-            return self.client.update_weights(FolderWeights(str(path)), version, mode)
+            return self.client.update_weights(FolderWeights(str(path)), weight_version, mode)
         arrays = arrays_of(weights)
         if isinstance(self.client, ThreadEngineClient) and not self.client.info.ranks:
-            return self.client.update_weights(GivenArrays(arrays), version, mode)
+            return self.client.update_weights(GivenArrays(arrays), weight_version, mode)
         with shared_weights(arrays) as name:
-            return self.client.update_weights(SharedWeights(str(shared_path(name))), version, mode)
+            return self.client.update_weights(SharedWeights(str(shared_path(name))), weight_version, mode)
 
     @property
     def weight_version(self) -> str:

@@ -28,7 +28,6 @@ from runtime.engine.weights.commands import (
     UpdateMode,
     WakeUp,
     check_version,
-    next_version,
 )
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from server.errors import ApiError, engine_errors, invalid
@@ -151,9 +150,8 @@ async def update_weights(request: Request) -> Response:
     service = _admitted(request)
     asked = decode_body(await read_body(request, service.config), UpdateWeightsRequest, service.config)
     with engine_errors({"weights": "update_info"}):
-        given = asked.weight_version
-        version = next_version(service.client.weight_version) if given is None else given
-        check_version(version)
+        if (version := asked.weight_version) is not None:
+            check_version(version)
         source = _source(asked.update_info, service.config.weights_root)
         try:
             found = await asyncio.to_thread(service.client.update_weights, source, version, asked.mode)
@@ -208,7 +206,8 @@ async def _ordered(request: Request, command: Command) -> EngineCondition:
 
 
 def _told(service: Service, status: str, found: EngineCondition) -> Changed:
-    return Changed(status, service.client.weight_version, found.num_ended, found.num_restarted)
+    version = found.weight_version or service.client.weight_version
+    return Changed(status, version, found.num_ended, found.num_restarted)
 
 
 def _parameter(request: Request, name: str, default: str) -> str:

@@ -46,6 +46,7 @@ from runtime.engine.weights.commands import (
     UseWeights,
     WeightSource,
     check_command,
+    next_version,
 )
 from runtime.errors import XservError
 
@@ -316,15 +317,15 @@ class EngineClient(Protocol):
         """Whether it is paused or asleep. Waits for an answer. Raises ``EngineDeadError``."""
         return EngineCondition.of(self.order(TellState()).result())
 
-    def update_weights(self, source: WeightSource, version: str, mode: UpdateMode = "wait") -> EngineCondition:
-        """Serve other weights of the same model under this version; waits until it does, and for other updates before.
-        Raises as ``order``, and the old weights serve on then."""
-        use = UseWeights(version, mode)
-        check_command(use)
+    def update_weights(self, source: WeightSource, version: str | None, mode: UpdateMode = "wait") -> EngineCondition:
+        """Serve other weights of the same model under this version, by default the current number plus 1; waits until
+        it does, and for other updates before. Raises as ``order``, and the old weights serve on then."""
         with self.update_lock:  # else the weights of one update would serve under the version of another
+            use = UseWeights(next_version(self.weight_version) if version is None else version, mode)
+            check_command(use)
             self.order(source if isinstance(source, GivenArrays) else LoadWeights(source)).result()
             try:
-                return EngineCondition.of(self.order(use).result())
+                return EngineCondition.of(self.order(use).result())._replace(weight_version=use.version)
             except XservError:
                 with suppress(XservError):
                     self.order(DropWeights())

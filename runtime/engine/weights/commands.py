@@ -108,6 +108,7 @@ class EngineCondition(NamedTuple):
     is_paused     by `PauseAll`
     sleep_level   0 while it is awake
     has_weights, has_pages  whether these are in memory
+    weight_version          that an update has given; empty after other commands
     """
 
     is_paused: bool
@@ -116,6 +117,7 @@ class EngineCondition(NamedTuple):
     has_pages: bool
     num_ended: int = 0
     num_restarted: int = 0
+    weight_version: str = ""
 
     @classmethod
     def of(cls, numbers: NDArray[np.float32]) -> EngineCondition:
@@ -124,7 +126,7 @@ class EngineCondition(NamedTuple):
 
     @property
     def numbers(self) -> NDArray[np.float32]:
-        return np.array(self, np.float32)
+        return np.array(self[:-1], np.float32)
 
     @property
     def is_sleeping(self) -> bool:

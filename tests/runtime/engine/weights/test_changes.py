@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,17 @@ def test_embeddings_wait_for_a_stopped_engine(folders: tuple[Path, Path], level:
     assert (expected[0] != expected[1]).any()
     for each in (client, other):
         each.close()
+
+
+def test_updates_at_once_are_counted_one_by_one(folders: tuple[Path, Path]) -> None:
+    """Each has a number of its own, which its own answer tells."""
+    client = opened(folders[0])
+    with ThreadPoolExecutor(8) as threads:
+        given = [threads.submit(client.update_weights, FolderWeights(str(folders[i % 2])), None) for i in range(8)]
+        found = [each.result(TIMEOUT_S).weight_version for each in given]
+    assert sorted(found, key=int) == [str(number) for number in range(1, 9)]
+    assert client.weight_version == "8"
+    client.close()
 
 
 def test_arrays_and_shared_memory(folders: tuple[Path, Path], answers: dict[str, Any]) -> None:
