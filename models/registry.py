@@ -296,8 +296,7 @@ def _other_weights(
         place = weights if isinstance(weights, Path) else weights.place
         raise ConfigError(f"{place}: the model {files.path} is {kind}, and so must its new weights be")
     checkpoint = open_checkpoint(weights) if isinstance(weights, Path) else weights
-    scheme = read_quantization(files.config())
-    return checkpoint if scheme is None else with_quantized(checkpoint, scheme)
+    return with_quantized(checkpoint, read_quantization(files.config()))
 
 
 def declare_model(folder: str | Path, **arguments: Any) -> Model:

@@ -25,6 +25,7 @@ from tokenizer.warn import warn_once
 
 FLOATS = {dtype.safetensors: dtype for dtype in (float32, float16, bfloat16)} | {"F64": float32}
 """The types of weights by their names in safetensors; F64 is rounded when it is read."""
+FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _COMPARED_BYTES = 16 << 20
 
 _WRAPPERS = re.compile(
@@ -106,6 +107,13 @@ class Checkpoint:
             one = len(problems) == 1
             count = "1 tensor does" if one else f"{len(problems)} tensors do"
             raise WeightsError(f"{self.place}: {count} not fit the config:", problems)
+
+    def read_float8(self) -> None:
+        """Reads float8 numbers as bfloat16, which holds each: a config without quantization says that they have no
+        scales."""
+        for stored in self.tensors.values():
+            if stored.type_name in FLOAT8:
+                stored.dtype = bfloat16
 
     def ties_otherwise(self, layout: TensorLayout, heads: Collection[str]) -> bool:
         """Whether the files contradict the layout's tying of its output head, one of `heads`: a tied head differs from
@@ -238,11 +246,15 @@ class SafetensorsTensor(StoredTensor):
 
     def array(self) -> np.ndarray[Any, Any]:
         """A read-only view of the mapped file."""
-        array = self._file.array(self.name)
-        return array.astype(np.float32) if self.type_name == "F64" else array
+        return as_read(self, self._file.array(self.name))
 
     def release(self) -> None:
         self._file.release(self.name)
+
+
+def as_read(stored: StoredTensor, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A file's array in the type that the tensor is read as, if it is read as floats."""
+    return array if stored.dtype is None else array.astype(stored.dtype.numpy, copy=False)
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import FLOATS, Checkpoint, SafetensorsTensor
+from models.checkpoints.checkpoint import FLOATS, Checkpoint, SafetensorsTensor, as_read
 from models.checkpoints.safetensors_file import SafetensorsFile, type_name, write_tensors
 from models.checkpoints.stored_tensor import Array, StoredTensor
 from models.errors import WeightsError
@@ -50,7 +50,7 @@ class ArrayTensor(StoredTensor):
         self._array.flags.writeable = False
 
     def array(self) -> Array:
-        return self._array.astype(np.float32) if self.type_name == "F64" else self._array
+        return as_read(self, self._array)
 
 
 class SharedTensor(SafetensorsTensor):
@@ -66,7 +66,7 @@ class SharedTensor(SafetensorsTensor):
         copied = self._file.read(self.name)
         if _digest(copied) != self._digest:
             raise WeightsError(f"{self.file}: tensor {self.name!r}: its bytes have another digest than the header's")
-        return copied.astype(np.float32) if self.type_name == "F64" else copied
+        return as_read(self, copied)
 
     def release(self) -> None:
         """Nothing is mapped."""

@@ -78,8 +78,7 @@ class ModelFolder:
         return None if files is None else end_tokens(files)
 
     def checkpoint(self) -> Checkpoint:
-        checkpoint, scheme = open_checkpoint(self.path), read_quantization(self.config())
-        return checkpoint if scheme is None else with_quantized(checkpoint, scheme)
+        return with_quantized(open_checkpoint(self.path), read_quantization(self.config()))
 
     def has_tokenizer(self) -> bool:
         return self.tokenizer_files() is not None

@@ -90,12 +90,15 @@ def read_quantization(fields: Fields) -> QuantizationScheme | None:
     return _READERS[method](section)
 
 
-def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkpoint:
+def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme | None) -> Checkpoint:
     """The checkpoint with one tensor, `NAME.weight`, for each quantised matrix instead of its stored parts,
-    and one, `NAME`, for each stack of them.
+    and one, `NAME`, for each stack of them; without a scheme all are floats.
 
     Raises `WeightsError` with every matrix that contradicts the scheme.
     """
+    if scheme is None:
+        checkpoint.read_float8()
+        return checkpoint
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in checkpoint.tensors.items():
         owner, part = _module_of(name, checkpoint.tensors)

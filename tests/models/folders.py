@@ -24,7 +24,7 @@ _NUMPY = {
     "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64, "BOOL": np.bool_,
     "F64": np.float64,
     "I32": np.int32, "I8": np.int8, "U8": np.uint8, "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }  # fmt: skip
 _NAMES = {np.dtype(numpy): name for name, numpy in _NUMPY.items()}
 

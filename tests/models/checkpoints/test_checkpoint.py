@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.model_files import open_model
 from models.checkpoints.weight_files import open_checkpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.registry import load_config, tensor_layout
@@ -399,6 +401,18 @@ def test_float64_is_read_as_float32(tmp_path: Path) -> None:
     checkpoint = fitted(rewrite(tmp_path, widen))
     assert checkpoint.dtype(DOWN) is float32
     np.testing.assert_array_equal(checkpoint[DOWN].array(), golden_tensors(LLAMA)[DOWN])
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_float8_without_quantization_is_read_as_bfloat16(tmp_path: Path, kind: Any) -> None:
+    """As transformers reads it; scales beside it would be left over, and a scheme's parts stay as they are stored."""
+    stored = golden_tensors(LLAMA)[DOWN].astype(kind)
+    rewrite(tmp_path, lambda tensors: tensors.update({DOWN: stored}))
+    with pytest.raises(WeightsError, match=r"is F8_E[45]M[23], not F32, F16 or BF16"):
+        fitted(tmp_path)
+    checkpoint = open_model(tmp_path).checkpoint()
+    assert checkpoint.dtype(DOWN) is bfloat16
+    np.testing.assert_array_equal(checkpoint[DOWN].array().astype(np.float32), stored.astype(np.float32))
 
 
 def test_a_bias_of_zeros_that_no_map_has(tmp_path: Path) -> None:
