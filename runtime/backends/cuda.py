@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import attention as _attention
 from numba_kernels.cuda import decode_inputs as _decode_inputs
@@ -45,7 +43,7 @@ from runtime.backends.cuda_linear import (
 )
 from runtime.backends.cuda_sampling import log_softmax_topk, process_logits_row, sample, sample_into
 from runtime.backends.cuda_state import delta_rule, mamba, short_conv
-from runtime.backends.cuda_tensor import alignment, id_flag, remembered, upload, zeros
+from runtime.backends.cuda_tensor import alignment, id_flag, remembered, zero_bias, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bfloat16, float16, float32
@@ -201,13 +199,12 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See `ops.layer_norm`."""
     rows, width = x.shape
-    if bias is None:
-        bias = upload(np.zeros(width, np.float32), x.device)
-    result = Tensor.new(x.shape, x.dtype, x.device)
+    gpu, result = Gpu.of(x.device), Tensor.new(x.shape, x.dtype, x.device)
     if rows and width:
-        addresses = x.address, weight.address, bias.address, result.address
+        shift = zero_bias(gpu, gpu.stream, width) if bias is None else bias
+        addresses = x.address, weight.address, shift.address, result.address
         launch = _plan_layer_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
-        Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
+        gpu.launch(launch, *addresses, width, 1.0 / width, eps)
     return result
 
 

@@ -102,6 +102,14 @@ def _zeros_of(gpu: Gpu, stream: Stream, count: int) -> DeviceBlock:
     return block
 
 
+@functools.cache
+def zero_bias(gpu: Gpu, stream: Stream, width: int) -> DeviceBlock:
+    """Immutable float32 zeros for kernels of the current stream. Kept for good, as graphs hold their address."""
+    block = upload_to_keep(gpu, np.zeros(width, np.float32))
+    gpu.declare_immutable(block)
+    return block
+
+
 def check_id_flag(device: Device) -> None:
     """Waits for the device and raises InvalidArgumentError where an id was outside its table since the last call."""
     flag = id_flag(device)

@@ -14,6 +14,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph
 from runtime.dtype import DType, bfloat16
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
@@ -177,6 +178,17 @@ def test_what_the_cpu_gives(dtype: str) -> None:
         assert str(actual.device) == DEVICE
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= bound
     assert pairs[1][0].dtype.name == "float32"
+
+
+def test_a_layer_norm_without_a_bias_can_be_recorded() -> None:
+    """The zeros in its place are on the device by then."""
+    gpu = Gpu.of(DEVICE)
+    x = Tensor.from_numpy(np.random.default_rng(1).standard_normal((5, 24)).astype(np.float32))
+    x_gpu, ones = x.to(DEVICE), Tensor.from_numpy(np.ones(24, np.float32))
+    ones_gpu = ones.to(DEVICE)
+    graph = Graph.capture(gpu, lambda: ops.layer_norm(x_gpu, ones_gpu, None, 1e-5))
+    graph.replay()
+    assert relative_error(graph.result.to("cpu").array, ops.layer_norm(x, ones, None, 1e-5).array) <= 1e-5
 
 
 @pytest.mark.exhaustive

@@ -63,6 +63,7 @@ def test_replay_equals_eager(
 
 OTHERS = [
     ("emulated:sm_90a", "qwen3_tied_gqa4"),
+    ("emulated:sm_90a", "cohere_norms"),  # norms without a bias
     *((device, case) for device in ("emulated:sm_80", "emulated:sm_90a") for case in WITH_EXPERTS),
 ]
 
