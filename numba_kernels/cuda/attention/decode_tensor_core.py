@@ -8,8 +8,8 @@ share its keys) cost half of what they would as rows. `movmatrix` turns scores i
 A block takes one part of a sequence (`parts`); its warps take tiles of 16 keys in turn. Each warp has two tiles of keys
 and two of values of its own, filled by cp.async, and its own running softmax: there is no block barrier until the end,
 when the warps' results are merged in the order of warps. A tile's place is filled again as soon as its warp has read
-it, so that three of the four are always in flight: with 4 warps, 3 blocks a multiprocessor and head dim 128, 144
-KiB. A tile's page is looked up once, for K and V, and a turn ahead.
+it, so that three of the four are always in flight: with 3 warps, 2 blocks a multiprocessor and head dim 128, 72 KiB in
+half of a multiprocessor. A tile's page is looked up once, for K and V, and a turn ahead.
 
 Sums are rescaled only where a warp has found a larger score: else the factor is 1, and the bits are the same.
 
@@ -86,9 +86,9 @@ _wait_for_tile = copy_async_wait(2)  # two tiles were requested after it
 _wait_for_copies = copy_async_wait(0)
 
 
-def num_warps(head_dim: int) -> int:
-    """Warps of a block."""
-    return 4 if head_dim <= 128 else 2
+def num_warps(head_dim: int, pages: str) -> int:
+    """Warps of a block: two blocks of whole head dims take half of a multiprocessor's shared memory or registers."""
+    return 2 if head_dim > 128 else 3 if head_dim > 64 and not pages else 4
 
 
 def _tile_bytes(dtype: str, head_dim: int, pages: str) -> int:
@@ -99,7 +99,7 @@ def _tile_bytes(dtype: str, head_dim: int, pages: str) -> int:
 def shared_bytes(dtype: str, head_dim: int, num_rows: int, pages: str = "") -> int:
     """Dynamic shared memory: for `part_finder`, the queries, then for each warp two tiles of keys and two of values,
     later its results."""
-    warps = num_warps(head_dim)
+    warps = num_warps(head_dim, pages)
     tiles = warps * 4 * _tile_bytes(dtype, head_dim, pages)
     results = warps * (_result_bytes(dtype, head_dim, num_rows) + num_rows * 4)
     return scratch_bytes(warps * 32) + num_rows * tile_shape(dtype, head_dim).pitch + max(tiles, results)
@@ -118,7 +118,7 @@ def decode_tensor_core(
     """Grid: (parts of all sequences, as `parts` bounds them; KV heads). With `heads`, sequences have one token, at most
     `num_rows` query heads share a KV head, and q is qkv; `OF_HEADS` and eps follow the other arguments."""
     check_pages(head_dim, block_size, dtype)
-    warps = num_warps(head_dim)
+    warps = num_warps(head_dim, variant.pages)
     threads = warps * 32
     shape = tile_shape(dtype, head_dim)
     columns, pitch = shape.columns, shape.pitch

@@ -4,7 +4,7 @@ With few queries there are few tiles of rows, and one block walking over a long 
 So sequences are cut into parts, one a block, by their measured lengths: the grid is fixed by `plan`'s bounds, which may
 be a captured graph's, and each block reads the lengths as they are.
 
-With `wanted` blocks for one KV head, a part is the batch's keys over `wanted`, but `MIN_PART_KEYS` at least, and a
+With `wanted` blocks for one KV head, a part is the batch's keys over `wanted`, but some `MIN_PART_KEYS` at least, and a
 sequence has as many equal parts as it needs to have none longer. Rounding up adds less than one part a tile of rows, so
 that `wanted` and the number of tiles bound the blocks for all lengths, and surplus blocks exit at once.
 Blocks lie in the order of sequences, then tiles, then parts.
@@ -73,7 +73,7 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
     warps = threads // 32
     found = 8 * warps
     turn_units = turn_keys // UNIT_KEYS
-    least_units = -(-MIN_PART_KEYS // turn_keys) * turn_units
+    least_units = max(1, MIN_PART_KEYS // turn_keys) * turn_units
 
     @device_function
     def extent(query_start, seq_lens, seq, share, window):

@@ -30,7 +30,8 @@ TIERS = ("naive", "flash", "flash_hopper", "decode")
 _DECODE_ROWS = 16  # the largest tile of the decode kernels
 _MOST_VERIFIED = 8  # queries of a sequence that tries proposals
 _SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot use all the bandwidth
-_DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds for head dim 128
+_DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds
+_HALF_BLOCKS = 2  # what half of it holds, for 16-bit pages: 1.5 to 2 blocks of 64 KB streamed as fast as 3 on an H200
 _SHORT_BYTES = 32 << 20  # of a batch's keys and values: some 8 us on an H200
 _WAVES = 2  # of blocks, where one cannot hold them; four took 3 to 5 % longer (docs/measurements, 2026-11-26, an H200)
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
@@ -215,10 +216,11 @@ def plan(
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
     key_bytes = 2 * num_kv_heads * head_dim * (1 if pages else ITEM_BYTES[dtype])
-    # One block a multiprocessor leaves half of it to the next product, which brings its weights meanwhile. More blocks
-    # stream long sequences faster.
+    # Half is left to the next product, which brings its weights meanwhile. Single blocks of a half stream slower.
     is_short = arch in HALF_SHARED_BYTES and num_seqs * most_keys * key_bytes <= _SHORT_BYTES
     blocks_per_sm = _DECODE_BLOCKS_PER_SM if head_dim <= WIDE and not is_short else 1
+    if dtype != "f32" and not pages and head_dim <= 128:
+        blocks_per_sm = _HALF_BLOCKS
     wanted = _wanted(tiles, num_kv_heads, num_sms * blocks_per_sm) if most_keys > parts.MIN_PART_KEYS else 0
     blocks = tiles + wanted
     attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)
