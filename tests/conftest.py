@@ -1,6 +1,7 @@
 """Rules of all tests.
 
 - A kernel launched on an emulated device must be fit for hardware, too.
+- Work that is recorded on a GPU keeps no memory of the run before it (`recordings`).
 - Python's collector looks at lasting objects once: it would take a sixth of the time otherwise.
 - Tests of whole engines and servers compute on one thread.
 - Clients of one process share the certificates that they trust, which take longer to read than a server to start.
@@ -25,7 +26,9 @@ from numba_kernels.cpu.running import pool
 from runtime.device.assemble import require_compiler
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph
 from runtime.device.kernel_cache import KernelCache, KernelList
+from tests import recordings
 from tests.kernel_budget import Loaded, is_over_budget
 from tests.selection import mark_cases, refuse_empty_names, refuse_unregistered_marks
 
@@ -68,6 +71,7 @@ def _record(gpu: Gpu, specialisation: Specialisation) -> Kernel:
 
 
 Gpu.kernel = _record  # type: ignore[method-assign]
+Graph.capture = staticmethod(recordings.capture)  # type: ignore[method-assign]
 ssl.create_default_context = cache(ssl.create_default_context)
 
 

@@ -16,10 +16,10 @@ PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools"
 MOST_LINES = {
     "numba_kernels": 43_947,
     "runtime/emulator": 16_989,
-    "runtime/device": 3_904,
+    "runtime/device": 3_911,
     "runtime/tensor": 1_820,
-    "runtime/backends": 3_642,
-    "runtime/linear": 3_469,
+    "runtime/backends": 3_634,
+    "runtime/linear": 3_475,
     "runtime/kv": 1_949,
     "runtime/engine": 29_217,
     "runtime/text": 7_342,

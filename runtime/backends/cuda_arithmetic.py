@@ -13,7 +13,7 @@ from numba_kernels.cuda.arithmetic import elementwise as _elementwise
 from numba_kernels.cuda.arithmetic import integer_matmul as _integer_matmul
 from numba_kernels.cuda.arithmetic import reduce as _reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
-from runtime.backends.cuda_tensor import alignment, upload_to_keep, upload_together
+from runtime.backends.cuda_tensor import alignment, upload_together
 from runtime.device.allocator import DeviceBlock
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, NDArray, bool_, float32, int32, int64
@@ -80,7 +80,7 @@ def _layout(gpu: Gpu, packed: NDArray) -> DeviceBlock:
     key = gpu.stream, packed.tobytes()
     found: DeviceBlock | None = gpu.layouts.get(key)
     if found is None:
-        found = upload_to_keep(gpu, packed)
+        found = gpu.upload_to_keep(packed)
         if len(gpu.layouts) < MOST_LAYOUTS:
             gpu.layouts[key] = found
     return found

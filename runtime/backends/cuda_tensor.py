@@ -41,14 +41,6 @@ def upload(array: NDArray, device: Device) -> Tensor:
     return result
 
 
-def upload_to_keep(gpu: Gpu, array: NDArray) -> DeviceBlock:
-    """Memory with an array's elements that outlives the pass being recorded: never from a graph's pool, where replays
-    of the pool's other graphs would write over it."""
-    block = gpu.allocator.allocate(array.nbytes, gpu.stream, is_redirected=False)
-    gpu.write(block.address, array)
-    return block
-
-
 def upload_together(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
     """The arrays on a GPU, C-contiguous, in one piece of memory by one copy: for a step's small arrays."""
     offsets, size = [], 0
@@ -85,7 +77,7 @@ def id_flag(device: Device) -> Tensor:
 @functools.cache
 def _id_flag_of(gpu: Gpu) -> Tensor:
     """One for each Gpu object that has had the device's name: memory of another one is invalid."""
-    block = upload_to_keep(gpu, np.zeros(1, np.int32))
+    block = gpu.upload_to_keep(np.zeros(1, np.int32))
     return Tensor(Storage(gpu.device, 4, None, block, block.address), int32, (1,), (1,), 0)
 
 
@@ -105,7 +97,7 @@ def _zeros_of(gpu: Gpu, stream: Stream, count: int) -> DeviceBlock:
 @functools.cache
 def zero_bias(gpu: Gpu, stream: Stream, width: int) -> DeviceBlock:
     """Immutable float32 zeros for kernels of the current stream. Kept for good, as graphs hold their address."""
-    block = upload_to_keep(gpu, np.zeros(width, np.float32))
+    block = gpu.upload_to_keep(np.zeros(width, np.float32))
     gpu.declare_immutable(block)
     return block
 

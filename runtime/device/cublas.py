@@ -82,7 +82,7 @@ class Cublas:
         gpu.context.make_current()
         self._handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
-        self._workspace = gpu.allocate(WORKSPACE_BYTES)
+        self._workspace = gpu.allocator.allocate(WORKSPACE_BYTES, gpu.stream, is_redirected=False)
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
     def bind_linear(

@@ -189,6 +189,13 @@ class Gpu:
         """Memory for work on `stream`, as `Allocator.allocate`."""
         return self.allocator.allocate(size_bytes, stream or self._streams.current)
 
+    def upload_to_keep(self, array: np.ndarray[Any, Any]) -> DeviceBlock:
+        """Memory with an array's elements that outlives the pass being recorded: never from a graph's pool, where
+        replays of the pool's other graphs would write over it."""
+        block = self.allocator.allocate(array.nbytes, self._streams.current, is_redirected=False)
+        self.write(block.address, array)
+        return block
+
     def declare_immutable(self, block: object, *, is_immutable: bool = True) -> None:
         """Freezes a block of the allocator once the work now in the stream has run, or thaws it. Ignores other memory.
         Raises CaptureError where the stream is recorded into a graph."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from numba_kernels.cuda.packing import Packing
 from runtime.device import tensor_map
+from runtime.device.device import Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, NDArray
+from runtime.dtype import DType, NDArray, dtype_of_array
 from runtime.errors import InvalidArgumentError
 from runtime.later import later
 from runtime.linear.addends import DeclaredMap
@@ -86,8 +87,7 @@ class ExpertsWeight:
         self._parts: dict[tuple[int, int], ExpertsWeight] = {}
         if isinstance(weight := self.experts[0], GpuWeight):
             places = [[each.address for each in experts], [each.bias_address for each in experts]]  # type: ignore[attr-defined]
-            self.table = Tensor.from_numpy(np.array(places, np.int64)).to(weight.device)
-            self.table.storage.freeze()
+            self.table = _kept(np.array(places, np.int64), weight.device)
             self.table_address, self.exact = self.table.address, weight.exact
             self.plans = weight.plans
             self.packing = weight.packing if isinstance(weight, PackedWeight) else None
@@ -140,6 +140,12 @@ def _tensor_maps(experts: Sequence[LinearWeight]) -> Tensor | None:
         return None
     layout = _hopper.map_layout(weights[0].activations.ptx, rows, depth)
     maps = b"".join(tensor_map.encode(gpu.driver, each.address, layout) for each in weights)
-    made = Tensor.from_numpy(np.frombuffer(maps, np.uint8).reshape(len(weights), _hopper.MAP_BYTES)).to(gpu.device)
+    return _kept(np.frombuffer(maps, np.uint8).reshape(len(weights), _hopper.MAP_BYTES), gpu.device)
+
+
+def _kept(array: NDArray, device: Device) -> Tensor:
+    """The array in frozen memory of a GPU; `ExpertsWeight.some` may make it in a pass that is recorded."""
+    block = Gpu.of(device).upload_to_keep(array)
+    made = Tensor.over_device(device, block.address, dtype_of_array(array), array.shape, None, block)
     made.storage.freeze()
     return made
