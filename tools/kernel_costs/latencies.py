@@ -351,7 +351,7 @@ BATCHES = (
               (*_products(0.516, 749, 32, 32), *_rest(32, 256)), 293, 257, 0, 4.60e-3),
     BatchStep("FP8 blocks, 32 of 256", (*_products(1.03, 569, 32, 32), *_rest(32, 256)),
               (*_products(1.03, 569, 32, 32), *_rest(32, 256)), 293, 257, 0, 5.29e-3),
-    BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(747, 1.07), 222, 198, 72, 5.28e-3),
+    BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(747, 1.08), 222, 198, 72, 5.28e-3),
     BatchStep("bf16, prompt of 2,048", (), (), 219, 219, 0, 46.57e-3, more_s=(_BF16_S, _BF16_S)),
     BatchStep("FP8 blocks, prompt of 2,048", (), (), 363, 363, 0, 51.29e-3, more_s=(
         _BF16_S + 3 * _WEIGHTS / READ_BYTES, 2.0 * PROMPT * _WEIGHTS / BYTE_FLOPS + _ATTENTION_S)),
