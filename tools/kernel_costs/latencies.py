@@ -356,7 +356,7 @@ BATCHES = (
     BatchStep("FP8 blocks, prompt of 2,048", (), (), 363, 363, 0, 51.29e-3, more_s=(
         _BF16_S + 3 * _WEIGHTS / READ_BYTES, 2.0 * PROMPT * _WEIGHTS / BYTE_FLOPS + _ATTENTION_S)),
 )  # fmt: skip
-"""Those of the goals; int4 and FP8 at 32 sequences are today's `skinny`. gpt-oss hides q, k and v, and 51 KB of down."""
+"""Those of the goals; int4 and FP8 at 32 sequences are today's `skinny`. gpt-oss hides q, k, v and 51 KB of down."""
 
 
 def page() -> str:
