@@ -1,13 +1,15 @@
 """Memory of pages before their first use, on a CPU.
 
 The system gives memory at its first write, cleared: in a virtual machine that took a tenth of a prompt's time until the
-cache was full. So an idle engine lets it do so before, a piece at a time, for the empty pages that are taken next.
+cache was full. So an idle engine lets it do so before, a piece at a time, for the empty pages that are taken next,
+where they take no more than a quarter of the memory that is free: idle models of a small machine leave it to others.
 """
 
 from __future__ import annotations
 
 import time
 
+from runtime.engine.limits import available_memory_bytes
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.kv.page_bytes import PageBytes
 
@@ -28,11 +30,12 @@ class FreshPages:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether pages that are taken next have no memory yet."""
+        """Whether pages that are taken next have no memory yet, and memory is free."""
         if not self._pieces:
             for pool, (ahead, (used, size)) in enumerate(zip(self._ahead, self._pool.used_counts)):
-                if self._ends[pool] < (end := min(size, used + ahead)):
-                    self._split(pool, end)
+                count = min(size, used + ahead) - self._ends[pool]
+                if count > 0 and 4 * count * sum(self._pages.page_bytes[pool]) <= available_memory_bytes():
+                    self._split(pool, self._ends[pool] + count)
         return bool(self._pieces)
 
     def _split(self, pool: int, end: int) -> None:

@@ -30,6 +30,7 @@ class RecordedPages:
 def pages(monkeypatch: pytest.MonkeyPatch) -> RecordedPages:
     monkeypatch.setattr(fresh_pages, "AHEAD_BYTES", 48)
     monkeypatch.setattr(fresh_pages, "PIECE_BYTES", 16)
+    monkeypatch.setattr(fresh_pages, "available_memory_bytes", lambda: 4 * 48)
     return RecordedPages()
 
 
@@ -55,6 +56,13 @@ def test_pages_that_are_taken_next_get_memory(pages: RecordedPages) -> None:
     pool.allocate(8)
     enter_all(fresh)
     assert sorted(pages.entered) == [(0, 0, 7, 9), (0, 0, 9, 10), (0, 1, 7, 10)], "no more than there are"
+
+
+def test_pages_get_none_where_little_is_free(pages: RecordedPages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_pages, "available_memory_bytes", lambda: 4 * 48 - 1)
+    fresh = FreshPages(pages, BlockPool((10, 2), 4, pools=(0, 1), kinds=(FULL, FULL)))  # type: ignore[arg-type]
+    enter_all(fresh)
+    assert sorted(pages.entered) == [(1, 0, 0, 1), (1, 0, 1, 2)], "the other pool's are fewer bytes"
 
 
 def test_memory_changes_no_page() -> None:
