@@ -271,9 +271,9 @@ def run_program(program: int, length: int, most_helpers: int) -> tuple[int, int]
     """Runs so many launches of the program at this address, all threads from one to the next, until one has set the
     first word of its arguments: (its number, the status), which is then reset to 0; or (-1, 0). No launch has more than
     ``most_helpers``."""
-    if most_helpers:
-        _helpers.begin()
     try:
+        if most_helpers:
+            _helpers.begin()
         return _launch_all(_address, program, length)
     finally:
         if most_helpers:
