@@ -86,14 +86,15 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection(session: pytest.Session) -> None:
     gc.disable()  # modules and items, a million objects, live until the end
     if (worker := getattr(session.config, "workerinput", None)) is not None:
-        _import_from(int(worker["workerid"].removeprefix("gw")) / worker["workercount"], session.config.rootpath)
+        _import_from(int(worker["workerid"].removeprefix("gw")) / worker["workercount"], session.config)
 
 
-def _import_from(part: float, root: Path) -> None:
-    """Imports all tests, beginning after a part of them. In a fresh checkout each worker would compile each file, in
-    the same order; so each file is compiled by one. Nothing is told: pytest collects them afterwards, the first worker
-    all of them for the first time."""
-    files = sorted(root.glob("tests/**/test_*.py"))
+def _import_from(part: float, config: pytest.Config) -> None:
+    """Imports all tests that were asked for, beginning after a part of them. In a fresh checkout each worker would
+    compile each file, in the same order; so each file is compiled by one. Errors are left to pytest, which collects the
+    files afterwards: the first worker imports none before that."""
+    root, asked = config.rootpath, [Path(each.partition("::")[0]).resolve() for each in config.args]
+    files = [file for file in sorted(root.glob("tests/**/test_*.py")) if any(map(file.is_relative_to, asked))]
     first = int(part * len(files))
     for file in [*files[first:], *files[:first]] if part else []:
         with suppress(Exception, pytest.skip.Exception):
