@@ -237,8 +237,8 @@ def _tier(
         together = tile_rows  # tiles are whole
     x_rows = row_tiles * max(min(rows, tile_rows), tile_rows // together)  # the last row is repeated: once per warp
     tiled_bytes = row_tiles * weight_bytes + -(-_N // tile_columns) * x_rows * _K * 2 + total * _N * 2
-    if tier == "packed_rows":  # x's absolute maximum first; each warp reads its block's tile and addresses
-        tiled_bytes += row_tiles * -(-_N // tile_columns) * (rows * _K * 2 + packed_rows.WARPS * 32)
+    if tier == "packed_rows" and packing is not None:  # x's maximum first; each warp reads a tile and addresses
+        tiled_bytes += row_tiles * -(-_N // tile_columns) * (rows * _K * 2 + packed_rows.warps_of(packing) * 32)
     name = f"experts {tier}{'' if packing is None else f' {packing.name}'} rows={rows}"
     return Case(
         name, f"{count} x {rows} x {_N} x {_K}", total * (_K + _N) * 2 + count * weight_bytes, 2 * total * _N * _K,

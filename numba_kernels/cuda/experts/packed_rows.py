@@ -4,8 +4,8 @@
 that `packed_factors` has columns for, 8 or 5, at half of the instructions.
 
 A unit is 16 columns of gate and up of a tile of rows, or 32 of down. A block takes a run of units of equal length; the
-rows of its tile come to shared memory once, a warp each, while the weight's rings (`packed_ring`) fill. K is in
-`STREAMS` parts. Down asks for its first weights before gate and up have ended: the list of tiles was complete before
+rows of its tile come to shared memory once, a warp each, while the weight's rings (`packed_ring`) fill. The warps of a
+team share K. Down asks for its first weights before gate and up have ended: the list of tiles was complete before
 these began.
 
 A row has the same bits in any company. Rows are bfloat16; groups of 16 and zero points have no such kernels. From
@@ -38,11 +38,15 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-TEAMS, STREAMS = 2, 6  # gate and up, or two tiles of columns; parts of K: as many warps as half of the registers hold
-WARPS = TEAMS * STREAMS
+TEAMS = 2  # gate and up, or two tiles of columns
 MOST_ROWS = 8  # of a tile
 SLOTS = (4, 3, 2)  # of a stage: fewer where x is long
 _FULL = 0.75  # of a tile's rows that experts have on average, at most: with more of them, many need a second tile
+
+
+def warps_of(packing: Packing) -> int:
+    """As many as half of a multiprocessor's registers hold, with 80 a thread; INT4 needs 96."""
+    return 10 if packing.element == "u4" else 12
 
 
 @functools.cache
@@ -50,6 +54,7 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
     """The arguments of all tiers (`tiled`)."""
     packing = packing_of(weight_name)
     assert packing is not None
+    warps, streams = warps_of(packing), warps_of(packing) // TEAMS
     reader, ring = packed_reader(weight_name, rows), packed_ring(weight_name, rows, ring_slots)
     factors, store, gated = reader.factors, element_storer(DTYPE), GATES.get(activation)
     aim, row_scale, slots_of, fill, multiply = reader.aim, reader.row_scale, reader.slots, ring.fill, ring.multiply
@@ -57,7 +62,7 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
     place_of = factors.place_of
     number_bytes, num_sums, shift = factors.planes * factors.plane_bytes, factors.num_sums, float(2.0**factors.shift)
     stage_bytes, slot_elements, is_gated = ring.stage_bytes, packing.slot, gated is not None
-    num_barriers, row_sums = WARPS * MOST_STAGES, rows * ROWS
+    num_barriers, row_sums = warps * MOST_STAGES, rows * ROWS
     stride, outputs = (1, row_sums) if is_gated else (TEAMS, TEAMS * row_sums)  # of a unit
 
     @device_function
@@ -78,22 +83,22 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
     def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
-        wholes = cuda.shared.array(WARPS, float32)  # the factors of finished sums
-        partial = cuda.shared.array((2, TEAMS, STREAMS, row_sums), float32)  # of one unit and the next
+        wholes = cuda.shared.array(warps, float32)  # the factors of finished sums
+        partial = cuda.shared.array((2, TEAMS, streams, row_sums), float32)  # of one unit and the next
         partials = memory.shared_address(partial)
         state, sums = cuda.local.array(STATE, uint32), cuda.local.array(num_sums, float32)
         weight_rows, scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         thread, lane = uint32(cuda.threadIdx.x), lane_index()
         warp = uint32(thread >> uint32(5))
-        team, stream = uint32(warp // uint32(STREAMS)), uint32(warp % uint32(STREAMS))
+        team, stream = uint32(warp // uint32(streams)), uint32(warp % uint32(streams))
         slots = slots_of(k)
-        length = uint32(slots + uint32(STREAMS - 1)) // uint32(STREAMS)
+        length = uint32(slots + uint32(streams - 1)) // uint32(streams)
         first = minimum_u32(uint32(stream * length), slots)
         last = minimum_u32(uint32(first + length), slots)
         padded = uint32(slots * uint32(slot_elements))
         row_of_x = uint32(padded * uint32(number_bytes) + uint32(ROW_GAP))
         x_bytes = uint32(row_of_x * uint32(rows))
-        count = uint32(uint32(dynamic_shared_bytes() - x_bytes) // uint32(WARPS * stage_bytes))
+        count = uint32(uint32(dynamic_shared_bytes() - x_bytes) // uint32(warps * stage_bytes))
         stages = uint32(shared + x_bytes + warp * count * uint32(stage_bytes))
         barriers = uint32(barriers + warp * count * uint32(8))
         start_ring(barriers, count, lane)
@@ -143,7 +148,7 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
                     sums, state, weight_rows, scale_rows, stages, barriers, weight, places, x_place, between, first,
                     last, lane,
                 )  # fmt: skip
-                leave(sums, uint32(partials + uint32(turn * uint32(WARPS) + warp) * uint32(row_sums * 4)), lane)
+                leave(sums, uint32(partials + uint32(turn * uint32(warps) + warp) * uint32(row_sums * 4)), lane)
                 sync_block()
                 own, which = thread, uint32(0)
                 if own >= uint32(row_sums):
@@ -152,7 +157,7 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
                 at_column = uint32(uint32(column + which) * uint32(ROWS) + inside)
                 if thread < uint32(outputs) and row < num_rows and at_column < n:
                     value, up = float32(0.0), float32(0.0)
-                    for i in range(STREAMS):
+                    for i in range(streams):
                         value += partial[turn, which, i, own]
                         if is_gated:
                             up += partial[turn, 1, i, own]
@@ -175,7 +180,7 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
         name=f"experts_packed_rows_{weight_name}_{rows}_ring_{ring_slots}" + f"_{activation}" * is_gated,
         kernel=cuda.jit(experts),
         argument_types=ARGUMENT_TYPES,
-        max_threads=WARPS * 32,
+        max_threads=warps * 32,
         min_blocks=2,  # half of a multiprocessor, which such a launch leaves to its neighbours
         min_capability=90,
         constants={"dtype": DTYPE, "weight": weight_name, "activation": activation, "ring_slots": ring_slots},
@@ -201,15 +206,15 @@ def plan(tiles: int, columns: int, depth: int, packing: Packing, activation: str
     ring_slots, shared_bytes = ring_of(packing, depth, arch)
     units = tiles * -(-columns // (ROWS if activation else ROWS * TEAMS))
     kernel = _kernel(packing.name, activation, row_counts(packing)[-1], ring_slots)
-    return Launch(kernel, (min(units, num_sms), 1, 1), (WARPS * 32, 1, 1), shared_bytes)
+    return Launch(kernel, (min(units, num_sms), 1, 1), (kernel.max_threads, 1, 1), shared_bytes)
 
 
 def ring_of(packing: Packing, depth: int, arch: str) -> tuple[int, int]:
     """The slots of a stage of the ring that fits beside a tile's rows, 0 if none fits, and the shared memory."""
-    rows = row_counts(packing)[-1]
-    x_bytes, static_bytes = rows * (row_bytes(packing, depth) + ROW_GAP), 2 * WARPS * rows * ROWS * 4 + 1024
+    rows, warps = row_counts(packing)[-1], warps_of(packing)
+    x_bytes, static_bytes = rows * (row_bytes(packing, depth) + ROW_GAP), 2 * warps * rows * ROWS * 4 + 1024
     for slots in SLOTS:
-        stage_bytes = WARPS * packed_ring(packing.name, rows, slots).stage_bytes
+        stage_bytes = warps * packed_ring(packing.name, rows, slots).stage_bytes
         stages = stages_that_fit(machine_of(arch), stage_bytes, x_bytes, static_bytes)
         if stages:
             return slots, x_bytes + stages * stage_bytes
