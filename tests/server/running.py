@@ -58,8 +58,11 @@ def serving_process(
 class _Server(uvicorn.Server):
     """Uvicorn's, which notices at once that it should end, not at its next look, ten times a second."""
 
-    async def main_loop(self) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop, self._ends = asyncio.get_running_loop(), asyncio.Event()
+        await super().startup(sockets)
+
+    async def main_loop(self) -> None:
         for counter in itertools.count():
             if await self.on_tick(counter % 10):
                 return
@@ -69,7 +72,8 @@ class _Server(uvicorn.Server):
     def end(self) -> None:
         self.should_exit = True
         if self.started:
-            self._loop.call_soon_threadsafe(self._ends.set)
+            with suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._ends.set)
 
 
 @contextmanager
