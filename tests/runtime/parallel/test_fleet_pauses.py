@@ -98,7 +98,7 @@ def test_update(fleet: HandingFleet, folders: tuple[Path, Path], answers: dict[s
         each.wait_for_output()
     queued = [Asked(fleet, f"queued {i}", IDS) for i in range(6)]
     condition = fleet.update_weights(FolderWeights(str(folders[1])), "new", mode)
-    assert condition == EngineCondition(False, 0, True, True, condition.num_ended, condition.num_restarted)
+    assert condition == EngineCondition(False, 0, True, True, condition.num_ended, condition.num_restarted, "new")
     late = [Asked(fleet, f"late {i}", IDS) for i in range(3)]
     found = [each.answer() for each in begun]
     for answer in found:
