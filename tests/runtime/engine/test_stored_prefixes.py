@@ -507,7 +507,8 @@ def test_an_idle_engine_reads_back_what_was_used_last(
             engine.rest_long()
         assert stored.held_blocks
         engine.reset_prefix_cache()
-        assert not engine.wants_rest
+        assert not stored.num_waiting
+        assert not stored.wants_to_warm
         assert not stored.held_blocks
         assert engine.pool.num_cached == 0
         stored.settle()  # as for new weights
