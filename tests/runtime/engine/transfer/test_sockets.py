@@ -410,9 +410,10 @@ def test_weights_that_change_while_a_lease_is_heard_end_it(pair: tuple[SocketTra
 
     class Changing(Identity):
         def check(self, other: Identity) -> None:
-            changes.append(threading.Thread(target=sender.use, args=(IDENTITY._replace(fingerprint="e" * 64),)))
-            changes[0].start()
-            changes[0].join(0.2)
+            change = threading.Thread(target=sender.use, args=(IDENTITY._replace(fingerprint="e" * 64),))
+            change.start()
+            changes.append(change)  # started: one that is not yet alive has not ended
+            change.join(0.2)
             super().check(other)
 
     sender.use(Changing(*IDENTITY))
