@@ -77,7 +77,7 @@ ssl.create_default_context = cache(ssl.create_default_context)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `--numprocesses auto`."""
+    """The number of workers that `--numprocesses auto` starts: one more than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + 1
 

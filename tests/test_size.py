@@ -15,7 +15,7 @@ PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools"
 
 MOST_LINES = {
     "numba_kernels": 43_952,
-    "runtime/emulator": 16_996,
+    "runtime/emulator": 16_989,
     "runtime/device": 3_911,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_634,

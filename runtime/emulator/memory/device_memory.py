@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -64,17 +63,11 @@ class Mapping:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        address = self._map()
-        if address is None or address == _MAP_FAILED:
-            gc.collect()  # ranges in cycles: a process has addresses for about a hundred devices
-            address = self._map()
+        address = _libc.mmap(None, self.size_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
         if address is None or address == _MAP_FAILED:
             errno = ctypes.get_errno()
             raise OutOfMemoryError(f"the host refuses to map {self.size_bytes:,} bytes (errno {errno})")
         self.address: int = address
-
-    def _map(self) -> int | None:
-        return _libc.mmap(None, self.size_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
 
     def drop(self, address: int, size_bytes: int) -> None:
         """Gives whole pages inside the range back to the host: they read as zero again."""
