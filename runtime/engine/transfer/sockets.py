@@ -369,7 +369,8 @@ class SocketTransport(ABC):
             return self._send(caller.stream, lease, offer)
         finally:
             with self._condition:
-                self._forget(lease)
+                if self._offers.get(lease) is offer:
+                    self._forget(lease)
 
     def _hear(self, caller: _Caller) -> _Heard:
         """Read what a caller asks for. Raises OSError, `TransferError`."""
@@ -390,7 +391,7 @@ class SocketTransport(ABC):
                 with self._condition:
                     is_made = self._condition.wait_for(lambda: self._early.get(lease) is not caller, ALIVE_S)
                     offer = self._offers.get(lease) if is_made else None
-                if offer is not None:
+                if offer is not None and offer.stream is caller.stream:  # else one of other weights, made since
                     return offer
                 if is_made or self._is_closed or time.monotonic() > until_s:
                     return StaleLeaseError("the lease was not offered in time, or has ended")

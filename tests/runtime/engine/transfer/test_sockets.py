@@ -425,6 +425,20 @@ def test_weights_that_change_while_a_lease_is_heard_end_it(pair: tuple[SocketTra
     assert taken.pages == []
 
 
+def test_an_offer_of_new_weights_is_not_taken_by_who_waited_for_one_of_the_old(
+    pair: tuple[SocketTransport, SocketTransport],
+) -> None:
+    sender, receiver = pair
+    taken = Taken(receiver, Source(sender.address, "a", is_early=True))
+    wait_until(lambda: "a" in sender._early)
+    with sender._condition:  # both before the thread that waits can look
+        sender.use(IDENTITY._replace(fingerprint="e" * 64))
+        sender.offer("a", pages(0))
+    assert isinstance(taken.wait(), StaleLeaseError)
+    assert taken.pages == []
+    assert sender.num_open == 1  # the new offer waits for who asks for it
+
+
 def test_a_pull_that_is_dropped_before_it_is_connected_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = transport("unix"), transport("unix")
     go, link = threading.Event(), receiver._link
