@@ -245,8 +245,7 @@ class SocketTransport(ABC):
         if is_refused:
             ended(StaleLeaseError("it is taken already"))
             return
-        arguments = (source, arrived, ended)
-        threading.Thread(target=self._pull, args=arguments, name="xserv-transfer-pull", daemon=True).start()
+        threading.Thread(None, self._pull, "xserv-transfer-pull", (source, arrived, ended), daemon=True).start()
 
     def has_sent(self, lease: str) -> bool:
         """See `Transport`."""
