@@ -179,7 +179,7 @@ def kernels_are_fit_for_hardware() -> Iterator[None]:
 
 
 def _code_of(specialisation: Specialisation) -> tuple[object, ...]:
-    """A kernel's code and that of the functions given to its factory, such as those of `riding.adapted_kernel`."""
+    """A kernel's code and that of the functions given to its factory, such as those of `riding.product_kernel`."""
     function = specialisation.kernel.py_func
     given = [getattr(cell.cell_contents, "py_func", None) for cell in function.__closure__ or ()]
     return function.__code__, *(each.__code__ for each in given if each is not None)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
+from numba_kernels.cuda.gemm.epilogue import Arguments
 from numba_kernels.cuda.gemm.mixed_input import (
     BLOCK_M,
     BLOCK_N,
@@ -50,10 +51,11 @@ def _kernel(dtype: str, weight_name: str, tile_rows: int, activation: str) -> Sp
             expert, first_row, rows, _ = load_4xb32(tiles + uint64(row_tile) * uint64(16))
             weight = load_b64(table + uint64(expert) * uint64(8))
             bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
-            multiply_tile(
+            given = Arguments(
                 x, weight, bias, uint64(0), out, uint32(first_row + rows), n, k, uint32(1), uint64(0), uint32(0),
-                float32(0.0), uint64(0), first_row, first_column, tokens,
+                float32(0.0), uint64(0),
             )  # fmt: skip
+            multiply_tile(given, first_row, first_column, tokens)
 
     return Specialisation(
         name=f"experts_packed_{weight_name}_{dtype}_{tile_rows}{f'_{activation}' if activation else ''}",

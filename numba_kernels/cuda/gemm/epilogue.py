@@ -14,7 +14,7 @@ argument `bias_is_f32`.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, types
 
@@ -33,52 +33,98 @@ DTYPE_PAIRS = (("f32", "f32"), ("f16", "f16"), ("f16", "f32"), ("bf16", "bf16"),
 scale_element = instruction("mul.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)
 """``(element, its row's scale) -> product``, never fused with a later addition: the same bits in all kernels."""
 
-# The arguments of every kernel of the family:
-# x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares.
+
+class Arguments(NamedTuple):
+    """The arguments of every kernel of the family, as its device functions get them."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    residual: Any
+    out: Any
+    m: Any
+    n: Any
+    k: Any
+    bias_is_f32: Any
+    x_squares: Any
+    x_parts: Any
+    eps: Any
+    squares: Any
+
+
+class Output(NamedTuple):
+    """Those of them that finish sums, for kernels with other arguments."""
+
+    bias: Any
+    residual: Any
+    out: Any
+    m: Any
+    n: Any
+    bias_is_f32: Any
+    squares: Any
+
+
 ARGUMENT_TYPES = (types.uint64,) * 5 + (types.uint32,) * 4 + (types.uint64, types.uint32, types.float32, types.uint64)
 NO_SQUARES = (0, 0, 0.0, 0)
 """The last four where no row is scaled and no squares are left."""
 
 
+def product_kernel(work: Any) -> Any:
+    """The kernel of the device function ``work(given)``, of `Arguments`."""
+
+    def product(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        work(Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares))
+
+    return cuda.jit(product)
+
+
 @functools.cache
 def finisher(dtype: str, out_dtype: str) -> Any:
-    """A device function that finishes the element at ``[row, column]`` of ``out [m, n]``, and returns it unrounded."""
+    """A device function that finishes the element at ``[row, column]`` of ``out [m, n]``, and returns it unrounded.
+    ``given`` holds the fields of `Output`, as in all functions here."""
     load_bias, load_bias_f32 = element_loader(dtype), memory.load_f32
     load_residual, store = element_loader(out_dtype), element_storer(out_dtype)
     bias_bytes, out_bytes = types.uint64(ITEM_BYTES[dtype]), types.uint64(ITEM_BYTES[out_dtype])
     uint64 = types.uint64
 
     @device_function
-    def finish(bias, bias_is_f32, residual, out, n, row, column, value):
-        if bias != uint64(0):
-            if bias_is_f32 != types.uint32(0):
-                value += load_bias_f32(bias + uint64(column) * uint64(4))
+    def finish(given, row, column, value):
+        if given.bias != uint64(0):
+            if given.bias_is_f32 != types.uint32(0):
+                value += load_bias_f32(given.bias + uint64(column) * uint64(4))
             else:
-                value += load_bias(bias + uint64(column) * bias_bytes)
-        place = (uint64(row) * uint64(n) + uint64(column)) * out_bytes
-        if residual != uint64(0):
-            value += load_residual(residual + place)
-        store(out + place, value)
+                value += load_bias(given.bias + uint64(column) * bias_bytes)
+        place = (uint64(row) * uint64(given.n) + uint64(column)) * out_bytes
+        if given.residual != uint64(0):
+            value += load_residual(given.residual + place)
+        store(given.out + place, value)
         return value
 
     return finish
 
 
 @functools.cache
-def squares_leaver(columns: int) -> Any:
-    """A device function for whole warps, of which each `columns` lanes, a power of two, have neighbours of a row: it
-    leaves the sum of their squares, by those whose `inside` is 0, unless the address is 0."""
-    distances, uint32, uint64 = columns.bit_length() - 1, types.uint32, types.uint64
+def squares_leaver(columns: int, lanes: int = 0) -> Any:
+    """A device function for whole warps, of which each `lanes` (or `columns`) lanes share `columns` neighbours of a
+    row, powers of two: it leaves the sum of their squares, by the lanes that are first, unless the address is 0."""
+    distances, shift = (lanes or columns).bit_length() - 1, max(columns, 1).bit_length() - 1
+    uint32, uint64 = types.uint32, types.uint64
 
     @device_function
-    def leave_squares(squares, value, inside, row, column, m, n):
-        if squares != uint64(0):
-            squared = value * value
-            for i in range(distances):
-                squared += shuffle_xor_f32(squared, uint32(1 << i))
-            if inside == uint32(0) and row < m and column < n:
-                part = uint64(row) * uint64(n >> uint32(distances)) + uint64(column >> uint32(distances))
-                memory.store_f32(squares + part * uint64(4), squared)
+    def add_near(value):
+        for i in range(distances):
+            value += shuffle_xor_f32(value, uint32(1 << i))
+        return value
+
+    add_up = warp_sum if lanes == 32 else add_near
+
+    @device_function
+    def leave_squares(given, squared, is_first, row, column):
+        if given.squares != uint64(0):
+            squared = add_up(squared)
+            if is_first and row < given.m and column < given.n:
+                part = uint64(row) * uint64(given.n >> uint32(shift)) + uint64(column >> uint32(shift))
+                memory.store_f32(given.squares + part * uint64(4), squared)
 
     return leave_squares
 
@@ -93,34 +139,36 @@ def quad_finisher(dtype: str, out_dtype: str) -> Any:
     uint64 = types.uint64
 
     @device_function
-    def finish_quad(bias, bias_is_f32, residual, out, n, row, column, values):
+    def finish_quad(given, row, column, values):
         a, b, c, d = values
-        if bias != uint64(0):
-            if bias_is_f32 != types.uint32(0):
-                added = load_bias_f32(bias + uint64(column) * uint64(4))
+        if given.bias != uint64(0):
+            if given.bias_is_f32 != types.uint32(0):
+                added = load_bias_f32(given.bias + uint64(column) * uint64(4))
             else:
-                added = load_bias(bias + uint64(column) * bias_bytes)
+                added = load_bias(given.bias + uint64(column) * bias_bytes)
             a += added[0]
             b += added[1]
             c += added[2]
             d += added[3]
-        place = (uint64(row) * uint64(n) + uint64(column)) * out_bytes
-        if residual != uint64(0):
-            before = load_residual(residual + place)
+        place = (uint64(row) * uint64(given.n) + uint64(column)) * out_bytes
+        if given.residual != uint64(0):
+            before = load_residual(given.residual + place)
             a += before[0]
             b += before[1]
             c += before[2]
             d += before[3]
-        store(out + place, (a, b, c, d))
+        store(given.out + place, (a, b, c, d))
         return (a * a + b * b) + (c * c + d * d)
 
     return finish_quad
 
 
 @device_function
-def can_finish_quads(bias, residual, out, n):
+def can_finish_quads(given):
     """Whether rows may be finished 4 elements at a time: 4 divides their length, and all lies on 16-byte bounds."""
-    return (n & types.uint32(3)) | types.uint32((bias | residual | out) & types.uint64(15)) == types.uint32(0)
+    return (given.n & types.uint32(3)) | types.uint32(
+        (given.bias | given.residual | given.out) & types.uint64(15)
+    ) == types.uint32(0)
 
 
 @device_function
@@ -130,19 +178,19 @@ def norm_scale(total, k, eps):
 
 
 @device_function
-def scale_of_row(x_squares, row, x_parts, k, eps):
+def scale_of_row(given, row):
     """The scale computed by one thread alone; 1 without scaling."""
     scale = float32(1.0)
-    if x_squares != types.uint64(0):
+    if given.x_squares != types.uint64(0):
         total = float32(0.0)
-        at = x_squares + types.uint64(row) * types.uint64(x_parts) * types.uint64(4)
+        at = given.x_squares + types.uint64(row) * types.uint64(given.x_parts) * types.uint64(4)
         part = types.uint32(0)
-        while part < x_parts:
+        while part < given.x_parts:
             a, b, c, d = memory.load_4xf32(at)
             total += (a + b) + (c + d)
             at += types.uint64(16)
             part = types.uint32(part + types.uint32(4))
-        scale = norm_scale(total, k, eps)
+        scale = norm_scale(total, given.k, given.eps)
     return scale
 
 
@@ -157,11 +205,11 @@ def scales_leaver(rows_at_once: int) -> Any:
     load, store = memory.load_4xf32, memory.shared_store_f32
 
     @device_function
-    def leave_scales(target, x_squares, first_row, rows, m, x_parts, k, eps, warp, num_warps, lane):
+    def leave_scales(given, target, first_row, rows, warp, num_warps, lane):
         values = cuda.local.array((rows_at_once, 4), float32)
         totals = cuda.local.array(rows_at_once, float32)
         row = uint32(warp * uint32(32) + lane)
-        if x_squares == uint64(0):
+        if given.x_squares == uint64(0):
             while row < rows:
                 store(uint32(target + row * uint32(4)), float32(1.0))
                 row = uint32(row + num_warps * uint32(32))
@@ -171,21 +219,21 @@ def scales_leaver(rows_at_once: int) -> Any:
                 for i in range(rows_at_once):
                     totals[i] = float32(0.0)
                 part = uint32(lane * uint32(4))
-                while part < x_parts:
+                while part < given.x_parts:
                     for i in range(rows_at_once):
                         for e in range(4):
                             values[i, e] = float32(0.0)
                         inside = uint32(row + uint32(i) * num_warps)
-                        if inside < rows and uint32(first_row + inside) < m:
-                            place = uint64(uint32(first_row + inside)) * uint64(x_parts) + uint64(part)
-                            loaded = load(x_squares + place * uint64(4))
+                        if inside < rows and uint32(first_row + inside) < given.m:
+                            place = uint64(uint32(first_row + inside)) * uint64(given.x_parts) + uint64(part)
+                            loaded = load(given.x_squares + place * uint64(4))
                             for e in range(4):
                                 values[i, e] = loaded[e]
                     for i in range(rows_at_once):
                         totals[i] += (values[i, 0] + values[i, 1]) + (values[i, 2] + values[i, 3])
                     part = uint32(part + uint32(128))
                 for i in range(rows_at_once):
-                    scale = norm_scale(warp_sum(totals[i]), k, eps)
+                    scale = norm_scale(warp_sum(totals[i]), given.k, given.eps)
                     inside = uint32(row + uint32(i) * num_warps)
                     if lane == uint32(0) and inside < rows:
                         store(uint32(target + inside * uint32(4)), scale)

@@ -30,7 +30,6 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.adapters import riding
 from numba_kernels.cuda.gemm.epilogue import (
-    ARGUMENT_TYPES,
     DTYPE_PAIRS,
     GATED,
     finisher,
@@ -119,9 +118,10 @@ def _kernel(
     aim, expand = riding.expander(dtype) if takes_adapters else (None, None)
 
     @device_function
-    def multiply(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
-    ):  # fmt: skip
+    def multiply(block, num_blocks, given, added):
+        x, weight, m, n, k, x_squares, x_parts = (
+            given.x, given.weight, given.m, given.n, given.k, given.x_squares, given.x_parts
+        )  # fmt: skip
         partial = cuda.shared.array(partial_floats, float32)  # [warp, sum]
         partial_squares = cuda.shared.array(partial_rows, float32)  # [warp, row]
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
@@ -236,7 +236,7 @@ def _kernel(
                     squared = partial_squares[row]
                     for warp in range(1, BLOCK_WARPS):
                         squared += partial_squares[row + uint32(warp * rows)]
-                    scale = norm_scale(squared, k, eps)
+                    scale = norm_scale(squared, k, given.eps)
             total = scale_element(total, scale)
             inside = lane % uint32(columns)
             column = first_column + inside
@@ -246,25 +246,19 @@ def _kernel(
                 total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
             value = float32(0.0)
             if row < m and column < n and inside < uint32(out_columns):
-                value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
+                value = finish(given, row, column, total)
             if leaves_squares:
-                leave_squares(squares, value, inside, row, column, m, n)
+                leave_squares(given, value * value, inside == uint32(0), row, column)
             if takes_adapters:
                 riding.reset_counters(before, num_blocks, added)
-
-    def gemv(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
-        multiply(
-            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            x_squares, x_parts, eps, squares, (),
-        )  # fmt: skip
 
     alignment = "aligned" if is_aligned else "any"
     suffix = "" if loads == next(iter(LOADS)) else f"_{loads}"
     return Specialisation(
         name=f"gemv_{dtype}_{out_dtype}_{rows}_{alignment}{'_' if is_gated else ''}{activation}{suffix}"
         + "_adapted" * takes_adapters,
-        kernel=riding.adapted_kernel(shrink, multiply) if takes_adapters else cuda.jit(gemv),
-        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
+        kernel=riding.product_kernel(multiply, shrink),
+        argument_types=riding.argument_types(takes_adapters),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=ONE_ROW_BLOCKS if rows == 1 and is_aligned else 0,
         constants={

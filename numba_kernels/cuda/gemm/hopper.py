@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm import hopper_split, skinny_shape
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, product_kernel
 from numba_kernels.cuda.gemm.hopper_out import SQUARE_PIECES, load_scales, residual_loader, row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
     BLOCK_K,
@@ -41,6 +41,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
 from numba_kernels.cuda.gemm.hopper_unpack import column_scaler, dense_unpacker
 from numba_kernels.cuda.gemm.product import Machine, Product, tile_named
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32
@@ -101,7 +102,9 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
     )
     is_phase_moved = block_n // piece_columns // 2 % 2  # of a residual's barriers, from one tile to the next
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply(given):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
@@ -180,8 +183,8 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
                 row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m) + warp * uint32(16))
                 column = uint32(column_tile * uint32(columns))
                 if has_residual and lane == uint32(0):
-                    load_residual(piece, arrived, residual, row, column)
-                scales = load_scales(x_squares, row, m, x_parts, k, eps, lane)
+                    load_residual(piece, arrived, given.residual, row, column)
+                scales = load_scales(given, row, lane)
                 if is_packed:
                     load_columns(column_scales, weight, n, k, column, lane)
                 stage, phase = multiply_tile(
@@ -190,20 +193,17 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
                 if is_packed:
                     scale_columns(sums, column_scales, lane)
                 if stores_tiles:
-                    store_tile(
-                        sums, scales, piece, arrived, residual_phase, lane, bias, bias_is_f32, residual, out, squares,
-                        m, n, row, column,
-                    )  # fmt: skip
+                    store_tile((given, sums, scales, piece, arrived, residual_phase, row, column, lane))
                     residual_phase ^= uint32(is_phase_moved)
                 else:
-                    finish_rows(sums, scales, piece, lane, bias, bias_is_f32, residual, out, m, n, row, column)
+                    finish_rows(given, sums, scales, piece, row, column, lane)
                 index = uint32(index + step)
             if stores_tiles and lane == uint32(0):
                 wait_until_read()
 
     return Specialisation(
         name=f"gemm_hopper_{f'{weight_name}_' if is_packed else ''}{dtype}_{out_dtype}_{tile}_{way_out}",
-        kernel=cuda.jit(gemm),
+        kernel=product_kernel(multiply),
         argument_types=(
             TENSOR_MAP, uint64 if is_packed else TENSOR_MAP, uint64, TENSOR_MAP if has_residual else uint64,
             TENSOR_MAP if stores_tiles else uint64, *ARGUMENT_TYPES[5:],

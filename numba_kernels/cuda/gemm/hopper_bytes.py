@@ -31,7 +31,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, Output, scale_element
 from numba_kernels.cuda.gemm.hopper_out import row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
     GROUP_ROWS,
@@ -168,7 +168,8 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                     sums[4 * q + i] += more[i]
             block = uint32(block + uint32(1))
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, x_parts, eps, packed, scales):
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, _, eps, packed, scales):
+        given = Output(bias, residual, out, m, n, bias_is_f32, uint64(0))
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
@@ -300,14 +301,9 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                         sums[4 * j + 2 * h + 1] = scale_element(sums[4 * j + 2 * h + 1], high)
                 if is_mine:
                     if is_gated:
-                        store_tile(
-                            sums, (upper, lower), piece, uint32(0), uint32(0), lane, bias, bias_is_f32, residual, out,
-                            uint64(0), m, n, row, column,
-                        )  # fmt: skip
+                        store_tile((given, sums, (upper, lower), piece, uint32(0), uint32(0), row, column, lane))
                     else:
-                        finish_rows(
-                            sums, (upper, lower), piece, lane, bias, bias_is_f32, residual, out, m, n, row, column
-                        )  # fmt: skip
+                        finish_rows(given, sums, (upper, lower), piece, row, column, lane)
                 index = uint32(index + step)
             if is_gated and lane == uint32(0):
                 wait_until_read()

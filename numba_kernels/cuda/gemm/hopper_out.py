@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from numba import cuda, types
@@ -15,10 +16,11 @@ from numba_kernels.cuda.gemm.epilogue import (
     quad_finisher,
     scale_element,
     scale_quad,
+    squares_leaver,
 )
 from numba_kernels.cuda.gemm.hopper_ring import PIECE_COLUMNS
 from numba_kernels.cuda.intrinsics import convert, mbarrier, memory, mma, tma
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_f32, shuffle_xor_f32, sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -28,26 +30,26 @@ _PARTS_AT_ONCE = 4  # vectors of parts of a row's squares that a lane has in fli
 
 
 @device_function
-def load_scales(x_squares, first_row, m, x_parts, k, eps, lane):
+def load_scales(given, first_row, lane):
     """The scales of the two rows, lane / 4 and 8 further on, that a lane of a warp has sums of; 1 where there are none.
     Four lanes add up the parts of a row."""
     upper, lower = float32(1.0), float32(1.0)
-    if x_squares != uint64(0):
+    if given.x_squares != uint64(0):
         values = cuda.local.array((_PARTS_AT_ONCE, 2, 4), float32)
         totals = cuda.local.array(2, float32)
         for j in range(2):
             totals[j] = float32(0.0)
         row = uint32(first_row + (lane >> uint32(2)))
         part = uint32((lane & uint32(3)) * uint32(4))
-        while part < x_parts:
+        while part < given.x_parts:
             for i in range(_PARTS_AT_ONCE):
                 at = uint32(part + uint32(16 * i))
                 for j in range(2):
                     for e in range(4):
                         values[i, j, e] = float32(0.0)
-                    if at < x_parts and uint32(row + uint32(8 * j)) < m:
-                        place = uint64(uint32(row + uint32(8 * j))) * uint64(x_parts) + uint64(at)
-                        loaded = memory.load_4xf32(x_squares + place * uint64(4))
+                    if at < given.x_parts and uint32(row + uint32(8 * j)) < given.m:
+                        place = uint64(uint32(row + uint32(8 * j))) * uint64(given.x_parts) + uint64(at)
+                        loaded = memory.load_4xf32(given.x_squares + place * uint64(4))
                         for e in range(4):
                             values[i, j, e] = loaded[e]
             for i in range(_PARTS_AT_ONCE):
@@ -57,7 +59,7 @@ def load_scales(x_squares, first_row, m, x_parts, k, eps, lane):
         for j in range(2):
             totals[j] += shuffle_xor_f32(totals[j], uint32(1))
             totals[j] += shuffle_xor_f32(totals[j], uint32(2))
-        upper, lower = norm_scale(totals[0], k, eps), norm_scale(totals[1], k, eps)
+        upper, lower = norm_scale(totals[0], given.k, given.eps), norm_scale(totals[1], given.k, given.eps)
     return upper, lower
 
 
@@ -81,8 +83,8 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int, piece_columns: in
         return upper if row < uint32(8) else lower
 
     @device_function
-    def finish_rows(sums, scales, piece, lane, bias, bias_is_f32, residual, out, m, n, first_row, first_column):
-        is_by_quads = can_finish_quads(bias, residual, out, n)
+    def finish_rows(given, sums, scales, piece, first_row, first_column, lane):
+        m, n, is_by_quads = given.m, given.n, can_finish_quads(given)
         pair = uint32(piece + ((lane >> uint32(2)) * uint32(width) + (lane & uint32(3)) * uint32(2)) * uint32(4))
         flip = uint32(flip_of(lane >> uint32(2)) * uint32(4))
         for part in range(num_columns // width):
@@ -102,9 +104,7 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int, piece_columns: in
                     if first_row + row < m and part_column + column < n:
                         values = load_4(uint32(piece + (row * uint32(width) + (column ^ flip_of(row))) * uint32(4)))
                         values = scale_quad(values, scale)
-                        finish_quad(
-                            bias, bias_is_f32, residual, out, n, first_row + row, part_column + column, values
-                        )  # fmt: skip
+                        finish_quad(given, first_row + row, part_column + column, values)
                     item = uint32(item + uint32(32))
             else:
                 while item < uint32(16 * width):
@@ -113,7 +113,7 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int, piece_columns: in
                     if first_row + row < m and part_column + column < n:
                         value = load_1(uint32(piece + (row * uint32(width) + (column ^ flip_of(row))) * uint32(4)))
                         value = scale_element(value, scale)
-                        finish(bias, bias_is_f32, residual, out, n, first_row + row, part_column + column, value)
+                        finish(given, first_row + row, part_column + column, value)
                     item = uint32(item + uint32(32))
 
     return finish_rows
@@ -121,16 +121,16 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int, piece_columns: in
 
 @functools.cache
 def _pair_loader(dtype: str) -> Any:
-    """A device function ``(bias, bias_is_f32, column) -> 2 float32``; all on bounds of pairs."""
+    """A device function ``(given, column) -> 2 float32``, of the bias; all on bounds of pairs."""
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
     load_pair, load_word = memory.load_2xf32, memory.load_b32
 
     @device_function
-    def load_bias(bias, bias_is_f32, column):
-        if bias_is_f32 != uint32(0):
-            low, high = load_pair(bias + uint64(column) * uint64(4))
+    def load_bias(given, column):
+        if given.bias_is_f32 != uint32(0):
+            low, high = load_pair(given.bias + uint64(column) * uint64(4))
         else:
-            low, high = unpack(load_word(bias + uint64(column) * uint64(2)))
+            low, high = unpack(load_word(given.bias + uint64(column) * uint64(2)))
         return low, high
 
     return load_bias
@@ -172,11 +172,11 @@ def _piece_storer(
     is_gated, gated = activation != "", GATED.get(activation)
 
     @device_function
-    def store_piece(
-        sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row, column
-    ):  # fmt: skip
+    def store_piece(squared, state):
+        given, sums, scales, piece, barriers, phase, row, first_column, lane = state
         s, t = scales
         upper_square, lower_square = squared
+        column = uint32(first_column + uint32(number * piece_columns))
         swizzle = uint32((lane >> uint32(swizzle_shift)) & uint32(swizzle_mask))
         place = uint32((lane & uint32(15)) * uint32(row_bytes) + (((lane >> uint32(4)) ^ swizzle) << uint32(4)))
         target = uint32(piece + uint32(number % 2 * half_bytes))
@@ -198,11 +198,11 @@ def _piece_storer(
             else:
                 a, b, c, d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
                 pair_column = uint32(column + uint32(16 * i) + (lane & uint32(3)) * uint32(2))
-                if bias != uint64(0):
-                    if pair_column < n:
-                        a, b = load_bias(bias, bias_is_f32, pair_column)
-                    if pair_column + uint32(8) < n:
-                        c, d = load_bias(bias, bias_is_f32, uint32(pair_column + uint32(8)))
+                if given.bias != uint64(0):
+                    if pair_column < given.n:
+                        a, b = load_bias(given, pair_column)
+                    if pair_column + uint32(8) < given.n:
+                        c, d = load_bias(given, uint32(pair_column + uint32(8)))
                 upper_left, upper_right = (
                     (sums[e] * s + a, sums[e + 1] * s + b), (sums[e + 4] * s + c, sums[e + 5] * s + d)
                 )  # fmt: skip
@@ -233,38 +233,38 @@ def _piece_storer(
         tma.fence_shared()
         sync_warp()
         if lane == uint32(0):
-            store(target, out, column, row)
+            store(target, given.out, column, row)
             tma.store_commit()
             if has_residual and has_two_behind:
                 wait_read()
                 barrier = uint32(barriers + uint32(number % 2 * 8))
                 mbarrier.arrive_expecting(barrier, uint32(half_bytes))
-                load(target, residual, barrier, uint32(column + uint32(2 * piece_columns)), row)
+                load(target, given.residual, barrier, uint32(column + uint32(2 * piece_columns)), row)
         return upper_square, lower_square
 
     return store_piece
 
 
 @functools.cache
-def _squares_leaver(num_columns: int) -> Any:
-    """A device function that leaves the sums of squares of a warp's 16 rows and `num_columns` from `column` on, added
-    up over the lanes of a row."""
+def _pair_storer(store_pieces: Sequence[Any], columns: int, first_column: int, *, leaves_squares: bool) -> Any:
+    """A device function ``(state)`` for up to two pieces, together `columns` wide, and their squares. Four lanes have a
+    row's."""
+    store_first, store_second, has_second = store_pieces[0], store_pieces[-1], len(store_pieces) > 1
+    leave_squares = squares_leaver(columns, 4)
 
     @device_function
-    def leave_squares(squares, squared, lane, m, n, first_row, column):
-        upper, lower = squared
-        for i in range(2):
-            upper += shuffle_xor_f32(upper, uint32(1 << i))
-            lower += shuffle_xor_f32(lower, uint32(1 << i))
-        row, parts = uint32(first_row + (lane >> uint32(2))), n // uint32(num_columns)
-        if squares != uint64(0) and (lane & uint32(3)) == uint32(0) and column < n:
-            place = squares + (uint64(row) * uint64(parts) + uint64(column // uint32(num_columns))) * uint64(4)
-            if row < m:
-                memory.store_f32(place, upper)
-            if row + uint32(8) < m:
-                memory.store_f32(place + uint64(8) * uint64(parts) * uint64(4), lower)
+    def store_pair(state):
+        squared = store_first((float32(0.0), float32(0.0)), state)
+        if has_second:
+            squared = store_second(squared, state)
+        if leaves_squares:
+            given, _, _, _, _, _, row, column, lane = state
+            is_first, own_column = (lane & uint32(3)) == uint32(0), uint32(column + uint32(first_column))
+            for half in range(2):
+                own_row = uint32(row + (lane >> uint32(2)) + uint32(8 * half))
+                leave_squares(given, squared[half], is_first, own_row, own_column)
 
-    return leave_squares
+    return store_pair
 
 
 @functools.cache
@@ -282,55 +282,18 @@ def tile_storer(
 
     With an `activation` f there are twice as many sums, f(first) * second is stored, and there is no bias or residual.
     """
-    num_pieces, step = num_columns // piece_columns, piece_columns
+    num_pieces = num_columns // piece_columns
     assert num_pieces % SQUARE_PIECES == 0 or not has_residual
-    leave_squares = _squares_leaver(SQUARE_PIECES * piece_columns)
-
     # Each piece's sums by constant places: LLVM does not unroll a loop so long, and registers cannot be indexed.
-    def two_pieces(number: int) -> Any:
-        store_first, store_second = (
-            _piece_storer(
-                dtype, num_columns, min(each, num_pieces - 1), piece_columns,
-                has_residual=has_residual, activation=activation,
-            ) for each in (number, number + 1)
-        )  # fmt: skip
-        has_second = number + 1 < num_pieces
-
-        @device_function
-        def store_pieces(
-            sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
-        ):  # fmt: skip
-            first_column = uint32(column + uint32(number * step))
-            squared = store_first(
-                sums, scales, (float32(0.0), float32(0.0)), piece, barriers, phase, lane, bias, bias_is_f32, residual,
-                out, n, row, first_column,
-            )  # fmt: skip
-            if has_second:
-                squared = store_second(
-                    sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row,
-                    uint32(first_column + uint32(step)),
-                )  # fmt: skip
-                if has_residual:
-                    leave_squares(squares, squared, lane, m, n, row, first_column)
-
-        return store_pieces
-
-    store_tile = two_pieces(0)
-    for number in range(2, num_pieces, 2):
-        store_tile = _one_after_the_other(store_tile, two_pieces(number))
-    return store_tile
-
-
-def _one_after_the_other(store_some: Any, store_more: Any) -> Any:
-    @device_function
-    def store_both(
-        sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
-    ):  # fmt: skip
-        store_some(
-            sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
-        )  # fmt: skip
-        store_more(
-            sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
-        )  # fmt: skip
-
-    return store_both
+    pieces = [
+        _piece_storer(dtype, num_columns, number, piece_columns, has_residual=has_residual, activation=activation)
+        for number in range(num_pieces)
+    ]
+    return in_turn(
+        [
+            _pair_storer(
+                tuple(pieces[number : number + SQUARE_PIECES]), SQUARE_PIECES * piece_columns, number * piece_columns,
+                leaves_squares=has_residual,
+            ) for number in range(0, num_pieces, SQUARE_PIECES)
+        ]
+    )  # fmt: skip

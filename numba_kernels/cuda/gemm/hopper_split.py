@@ -22,10 +22,12 @@ from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     can_finish_quads,
     finisher,
+    product_kernel,
     quad_gater,
     scale_each,
     scale_quad,
     scales_leaver,
+    squares_leaver,
 )
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, ring_starter, tile_loader, tile_multiplier
 from numba_kernels.cuda.gemm.hopper_unpack import dense_unpacker, slots_ahead
@@ -41,7 +43,7 @@ from numba_kernels.cuda.intrinsics.sync import (
     sync_named,
     wait_for_previous_grid,
 )
-from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp, warp_sum
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
 
@@ -71,7 +73,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
         unpack_tile = dense_unpacker(tile, weight_name, dtype, is_gated)
         row_scales_of = packed_stream(packing, dtype, is_gated, slots_ahead(tile, packing)).row_scales
         unit_steps = packing.slot // BLOCK_K
-    scales_at, leave_scales = tile.scales_at, scales_leaver(8)
+    scales_at, leave_scales, leave_squares = tile.scales_at, scales_leaver(8), squares_leaver(128, 32)
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
     ask_ahead, load_tile, _ = tile_loader(tile, is_gated=is_gated)
     finish, load_bias, load_residual = finisher(dtype, out_dtype), quad_loader(dtype), quad_loader(out_dtype)
@@ -98,7 +100,10 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
                     values[i, e] += loaded[i, e]
             part = uint32(part + uint32(1))
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply(given):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
+        bias, residual, out = given.bias, given.residual, given.out
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
@@ -136,10 +141,8 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
                     first_row, first_column, n, k, first, minimum_u32(last_k, k),
                 )  # fmt: skip
                 launch_dependents()
-                leave_scales(
-                    scales, x_squares, uint32(first_row + row), uint32(last - row), m, x_parts, k, eps, warp,
-                    uint32(producers), lane,
-                )  # fmt: skip
+                rows, first = uint32(last - row), uint32(first_row + row)
+                leave_scales(given, scales, first, rows, warp, uint32(producers), lane)
                 cluster.release_shared()
             elif thread == uint32(0):
                 num_asked = ask_ahead(weight, shared, full, uint32(0), first_column, n, first, last_k)
@@ -151,10 +154,8 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
                 launch_dependents()
             elif warp > uint32(0):
                 wait_for_previous_grid()
-                leave_scales(
-                    scales, x_squares, uint32(first_row + row), uint32(last - row), m, x_parts, k, eps,
-                    uint32(warp - uint32(1)), uint32(3), lane,
-                )  # fmt: skip
+                rows, first = uint32(last - row), uint32(first_row + row)
+                leave_scales(given, scales, first, rows, uint32(warp - uint32(1)), uint32(3), lane)
                 cluster.release_shared()
             sync_warp()
             cluster.arrive_relaxed()
@@ -186,14 +187,14 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
             number = uint32(warp * uint32(32) + lane)
             column = uint32(number % uint32(quads) * uint32(4))
             at_column = uint32(first_column + column)
-            is_by_quads, is_inside = can_finish_quads(bias, residual, out, n), at_column < n
+            is_by_quads, is_inside = can_finish_quads(given), at_column < n
             if is_packed and is_inside:
                 row_scales = row_scales_of(weight, n, k) + uint64(at_column) * uint64(4)
                 of_columns = memory.load_4xf32(row_scales)
                 if is_gated:
                     of_ups = memory.load_4xf32(row_scales + uint64(n) * uint64(4))
             if is_by_quads and is_inside and bias != uint64(0):
-                if bias_is_f32 != uint32(0):
+                if given.bias_is_f32 != uint32(0):
                     added = load_bias_f32(bias + uint64(at_column) * uint64(4))
                 else:
                     added = load_bias(bias + uint64(at_column) * uint64(bias_bytes))
@@ -238,18 +239,15 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
                             store_quad(out + place * uint64(out_bytes), (a, b, c, d))
                             total = (a * a + b * b) + (c * c + d * d)
                         elif is_inside:
-                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column, a)
+                            finish(given, at_row, at_column, a)
                             if at_column + uint32(1) < n:
-                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(1), b)
+                                finish(given, at_row, at_column + uint32(1), b)
                             if at_column + uint32(2) < n:
-                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(2), c)
+                                finish(given, at_row, at_column + uint32(2), c)
                             if at_column + uint32(3) < n:
-                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(3), d)
-                        if not is_gated and squares != uint64(0):
-                            total = warp_sum(total)
-                            if lane == uint32(0):
-                                part = uint64(at_row) * uint64(n // uint32(128)) + uint64(at_column // uint32(128))
-                                memory.store_f32(squares + part * uint64(4), total)
+                                finish(given, at_row, at_column + uint32(3), d)
+                        if not is_gated:
+                            leave_squares(given, total, lane == uint32(0), at_row, at_column)
                 row = uint32(row + uint32(ROWS_AT_ONCE * pass_rows))
         sync_warp()
         cluster.arrive_relaxed()  # no block exits while others read its sums: they have been stored by now
@@ -258,7 +256,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
     return Specialisation(
         name=f"gemm_hopper_split_{f'{weight_name}_' if is_packed else ''}{dtype}_{out_dtype}_{tile}"
         f"{'_' if is_gated else ''}{activation}",
-        kernel=cuda.jit(gemm),
+        kernel=product_kernel(multiply),
         argument_types=(TENSOR_MAP, uint64 if is_packed else TENSOR_MAP, *ARGUMENT_TYPES[2:]),
         max_threads=tile.num_threads,
         min_blocks=1,

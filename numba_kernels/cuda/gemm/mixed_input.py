@@ -25,7 +25,7 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element, scales_leaver
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, product_kernel, scale_element, scales_leaver
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.gemm.tensor_core import tile_finder
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
@@ -259,10 +259,8 @@ def tile_multiplier(
     has_four_steps = num_steps == 4
 
     @device_function
-    def multiply_tile(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, first_row,
-        first_column, tokens,
-    ):  # fmt: skip
+    def multiply_tile(given, first_row, first_column, tokens):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(scales_bytes))
         thread = uint32(cuda.threadIdx.x)
@@ -342,7 +340,7 @@ def tile_multiplier(
             )  # fmt: skip
             write_stage = uint32(write_stage + uint32(stage_bytes))
             index = uint32(index + uint32(1))
-        leave_scales(scales, x_squares, first_row, uint32(block_m), m, x_parts, k, eps, warp, uint32(num_warps), lane)
+        leave_scales(given, scales, first_row, uint32(block_m), warp, uint32(num_warps), lane)
         start = uint32(0)
         while start < k:
             wait_for_next()
@@ -383,9 +381,7 @@ def tile_multiplier(
         scale_1(sums, row_scales, column, last_pair, n)
         scale_2(sums, row_scales, column, last_pair, n)
         scale_3(sums, row_scales, column, last_pair, n)
-        leave_sums(
-            sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
-        )  # fmt: skip
+        leave_sums(given, sums, staged, scales, first_row, first_column, lane)
 
     return multiply_tile
 
@@ -396,16 +392,14 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
     multiply_tile = tile_multiplier(dtype, weight_name, out_dtype, activation)
     find_tile = tile_finder(block_m, BLOCK_N // 2 if is_gated else BLOCK_N)
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
-        row_tile, first_column = find_tile((m + uint32(block_m - 1)) // uint32(block_m), n)
-        multiply_tile(
-            x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares,
-            uint32(row_tile * uint32(block_m)), first_column, uint64(0),
-        )  # fmt: skip
+    @device_function
+    def multiply(given):
+        row_tile, first_column = find_tile((given.m + uint32(block_m - 1)) // uint32(block_m), given.n)
+        multiply_tile(given, uint32(row_tile * uint32(block_m)), first_column, uint64(0))
 
     return Specialisation(
         name=f"gemm_mixed_input_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
-        kernel=cuda.jit(gemm),
+        kernel=product_kernel(multiply),
         argument_types=ARGUMENT_TYPES,
         max_threads=num_threads(),
         min_blocks=1,

@@ -16,12 +16,21 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, finisher, scale_element, scale_of_row
+from numba_kernels.cuda.gemm.epilogue import (
+    ARGUMENT_TYPES,
+    DTYPE_PAIRS,
+    finisher,
+    product_kernel,
+    scale_element,
+    scale_of_row,
+)
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
-from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import in_segment, segment_of
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
 from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -33,12 +42,12 @@ KernelMaker = Callable[[str, str, bool, bool], Specialisation]
 
 
 def specialise(
-    tier: str, gemm: Callable[..., None], dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool
+    tier: str, multiply: Any, dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool
 ) -> Specialisation:
     layout = "nk" if is_weight_layout else "kn"
     return Specialisation(
         name=f"gemm_{tier}_{dtype}_{out_dtype}_{layout}{'_segments' if is_cut else ''}",
-        kernel=cuda.jit(gemm),
+        kernel=product_kernel(multiply),
         argument_types=ARGUMENT_TYPES,
         max_threads=SIDE * SIDE,
         constants={"dtype": dtype, "out_dtype": out_dtype, "layout": layout, "is_cut": is_cut},
@@ -81,7 +90,9 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) ->
     load, finish = element_loader(dtype), finisher(dtype, out_dtype)
     item_bytes = ITEM_BYTES[dtype]
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply(given):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         row_tile = uint32(cuda.blockIdx.x) % ((m + uint32(SIDE - 1)) // uint32(SIDE))
         column_tile = uint32(cuda.blockIdx.x) // ((m + uint32(SIDE - 1)) // uint32(SIDE))
         row = row_tile * uint32(SIDE) + uint32(cuda.threadIdx.y)
@@ -91,7 +102,7 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) ->
             first, length = segment_of(k)
             x += uint64(first) * uint64(item_bytes)
             weight += uint64(first) * uint64(item_bytes)
-            out = sums_of_segment(out, m, n)
+            given = in_segment(given)
         if row < m and column < n:
             x_row = x + uint64(row) * uint64(k) * uint64(item_bytes)
             if is_weight_layout:
@@ -107,10 +118,10 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) ->
                 x_row += uint64(item_bytes)
                 weight_column += step
                 i += uint32(1)
-            total = scale_element(total, scale_of_row(x_squares, row, x_parts, k, eps))
-            finish(bias, bias_is_f32, residual, out, n, row, column, total)
+            total = scale_element(total, scale_of_row(given, row))
+            finish(given, row, column, total)
 
-    return specialise("naive", gemm, dtype, out_dtype, is_weight_layout, is_cut)
+    return specialise("naive", multiply, dtype, out_dtype, is_weight_layout, is_cut)
 
 
 def plan(product: Product, machine: Machine) -> Launch:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.adapters import riding
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element, squares_leaver
+from numba_kernels.cuda.gemm.epilogue import GATED, finisher, norm_scale, scale_element, squares_leaver
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP, row_counts
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
@@ -107,10 +107,8 @@ def _kernel(
     meet = riding.multiplying_barrier(warps * 32) if has_one_more else sync_block
 
     @device_function
-    def multiply_blocks(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, kept, expanded,
-        added,
-    ):  # fmt: skip
+    def multiply_blocks(block, num_blocks, given, kept, expanded, added):
+        x, weight, m, n, k, norm, eps = given.x, given.weight, given.m, given.n, given.k, given.x_squares, given.eps
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array((num_rows, warps), uint32)
         row_squares = cuda.shared.array((num_rows, warps), float32)
@@ -128,7 +126,7 @@ def _kernel(
         lane, stream, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         streams, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
         if has_one_more:
-            streams = added[12]
+            streams = added.team_warps
             team, teams = divide_u32(stream, streams), divide_u32(uint32(warps), streams)
             stream = uint32(stream - team * streams)
         warp = uint32(team * streams + stream)
@@ -201,7 +199,7 @@ def _kernel(
         x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
         turn, goes_on, num_kept, before = uint32(0), uint32(1), uint32(0), riding.NOT_COUNTED
         columns = uint32(columns_teams * uint32(ROWS))  # of the block
-        first_column, sizes = uint32(block * columns), (m, n, columns)
+        first_column = uint32(block * columns)
         while goes_on != uint32(0):
             following, goes_on = uint32(tile + stride), uint32(0)
             if (has_turns or has_ring) and uint32(following - inside) <= last_tile:  # the same in all teams
@@ -255,50 +253,40 @@ def _kernel(
                             if is_gated:
                                 memory.shared_store_f32(place_kept(kept, num_kept, uint32(1), r, own, columns), up)
                         else:
-                            value = finish(bias, bias_is_f32, residual, out, n, r, column, value)
+                            value = finish(given, r, column, value)
                     if not has_one_more and not is_gated:
-                        leave_squares(squares, value, lane, r, column, m, n)
+                        leave_squares(given, value * value, lane == uint32(0), r, column)
             tile = following
             turn ^= uint32(1)
             if has_one_more:
                 num_kept, is_last = uint32(num_kept + uint32(1)), goes_on == uint32(0)
                 if is_last or num_kept == uint32(most_kept):
-                    finish_tiles(
-                        kept, expanded, first_column, uint32(num_blocks * columns), num_kept, is_last,
-                        uint32(warp * uint32(32) + lane), bias, bias_is_f32, residual, out, squares, sizes,
-                    )  # fmt: skip
+                    own = first_column, uint32(num_blocks * columns), columns
+                    thread = uint32(warp * uint32(32) + lane)
+                    finish_tiles(given, (kept, expanded), own, num_kept, is_last, thread)
                     first_column, num_kept = uint32(first_column + num_kept * num_blocks * columns), uint32(0)
         if takes_adapters and not has_one_more:
             riding.reset_counters(before, num_blocks, added)
 
     @device_function
-    def work(block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares, added):
+    def work(block, num_blocks, given, added):
         kept, expanded = uint32(0), uint32(0)
         if has_one_more:
             kept = memory.shared_address(cuda.shared.array(num_floats, float32))
             expanded = memory.shared_address(cuda.shared.array(num_floats, float32))
         if has_one_more and uint32(cuda.threadIdx.y) == uint32(warps):
-            columns = divide_u32(divide_u32(uint32(warps), added[12]) * uint32(ROWS), uint32(num_parts))
+            columns = divide_u32(divide_u32(uint32(warps), added.team_warps) * uint32(ROWS), uint32(num_parts))
             first_column, stride = uint32(block * columns), uint32(num_blocks * columns)
-            expand_tiles(expanded, first_column, stride, (m, n, columns), num_blocks, added)
+            expand_tiles(expanded, (first_column, stride, columns), given.m, given.n, num_blocks, added)
         else:
-            multiply_blocks(
-                block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, eps, squares, kept,
-                expanded, added,
-            )  # fmt: skip
-
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, _, eps, squares):
-        multiply_blocks(
-            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            norm, eps, squares, uint32(0), uint32(0), (),
-        )  # fmt: skip
+            multiply_blocks(block, num_blocks, given, kept, expanded, added)
 
     return Specialisation(
         name="_".join(["gemm_quantised_gemv", weight_name, out_dtype + ("_" if is_gated else "") + activation])
         + f"_{rows}" * (rows > 1) + "_turns" * has_turns + f"_ring_{ring_slots}" * has_ring
         + "_adapted" * takes_adapters,
-        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemm),
-        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
+        kernel=riding.product_kernel(work, shrink),
+        argument_types=riding.argument_types(takes_adapters),
         max_threads=threads,
         min_blocks=2 if has_ring else 1,
         min_capability=90 if has_ring else 80,

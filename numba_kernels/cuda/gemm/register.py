@@ -30,13 +30,14 @@ from numba_kernels.cuda.gemm.epilogue import (
     DTYPE_PAIRS,
     can_finish_quads,
     finisher,
+    product_kernel,
     quad_finisher,
     scale_element,
     scale_of_row,
     scale_quad,
 )
 from numba_kernels.cuda.gemm.product import NOT_PLAIN, Machine, Product
-from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import in_segment, segment_of
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader
@@ -172,7 +173,9 @@ def _kernel(
     load_weight = load_along_k if is_weight_layout else load_across_k
     store_weight = store_along_k if is_weight_layout else store_across_k
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply_tile(given):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         # Two buffers, each a tile of x and one of the weight.
         shared = memory.shared_address(cuda.shared.array(shared_floats, float32))
         thread = uint32(cuda.threadIdx.x)
@@ -198,7 +201,7 @@ def _kernel(
         if is_cut:
             start, length = segment_of(k)
             end = uint32(start + length)
-            out = sums_of_segment(out, m, n)
+            given = in_segment(given)
         buffer = shared
         if has_chunks:
             load_along_k(x, first_row, m, k, end, start, thread, x_chunks)
@@ -224,23 +227,23 @@ def _kernel(
             buffer = shared + uint32(2 * tile_bytes) - (buffer - shared)
 
         # Row after row; registers cannot be indexed, so the sums move up by a row each time.
-        in_quads = can_finish_quads(bias, residual, out, n)
+        in_quads = can_finish_quads(given)
         index = uint32(0)
         while index < uint32(per_thread):
             row = first_row + row_quad + (index >> uint32(2)) * uint32(64) + (index & uint32(3))
-            scale = scale_of_row(x_squares, row, x_parts, k, eps) if row < m else float32(1.0)
+            scale = scale_of_row(given, row) if row < m else float32(1.0)
             for q in range(quads):
                 column = first_column + column_quad + uint32(64 * q)
                 if row < m and column < n:
                     if in_quads:
                         values = (sums[0, 4 * q], sums[0, 4 * q + 1], sums[0, 4 * q + 2], sums[0, 4 * q + 3])
                         values = scale_quad(values, scale)
-                        finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
+                        finish_quad(given, row, column, values)
                     else:
                         for j in range(4):
                             if column + uint32(j) < n:
                                 value = scale_element(sums[0, 4 * q + j], scale)
-                                finish(bias, bias_is_f32, residual, out, n, row, column + uint32(j), value)
+                                finish(given, row, column + uint32(j), value)
             for i in range(per_thread - 1):
                 for j in range(per_thread):
                     sums[i, j] = sums[i + 1, j]
@@ -249,7 +252,7 @@ def _kernel(
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
     return Specialisation(
         name=f"gemm_register_{dtype}_{out_dtype}_{block}x{block}_{layout}_{alignment}{'_segments' if is_cut else ''}",
-        kernel=cuda.jit(gemm),
+        kernel=product_kernel(multiply_tile),
         argument_types=ARGUMENT_TYPES,
         max_threads=THREADS,
         min_blocks=2,

@@ -46,7 +46,7 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.adapters import riding, tiles
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
+from numba_kernels.cuda.gemm.epilogue import DTYPE_PAIRS, GATED, Arguments, scales_leaver
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
 from numba_kernels.cuda.gemm.skinny_shape import (
@@ -216,10 +216,22 @@ def _kernel(
     copy_first = in_turn([copier(together * i) for i in range(3 if num_waits > 2 else 1)])
 
     @device_function
-    def multiply_block(
-        column_block, column_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
-        squares, added,
-    ):  # fmt: skip
+    def of_rows(given, first_row):
+        """The arguments for the block's rows from this one on."""
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares = given
+        m = minimum_u32(uint32(m - first_row), uint32(block_rows))
+        x += uint64(first_row) * uint64(k) * uint64(2)
+        out += uint64(first_row) * uint64(n) * uint64(out_bytes)
+        if residual != uint64(0):
+            residual += uint64(first_row) * uint64(n) * uint64(out_bytes)
+        if x_squares != uint64(0):
+            x_squares += uint64(first_row) * uint64(x_parts) * uint64(4)
+        if squares != uint64(0):
+            squares += uint64(first_row) * uint64(n >> uint32(5)) * uint64(4)
+        return Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares)
+
+    @device_function
+    def multiply_block(column_block, column_blocks, given, added):
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(SCALES_BYTES))
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
@@ -232,16 +244,8 @@ def _kernel(
         all_streams = uint32(num_streams * num_blocks)
         g, t = lane >> uint32(2), lane & uint32(3)
         if has_row_blocks:
-            first_row = uint32(uint32(cuda.blockIdx.y) * uint32(block_rows))
-            m = minimum_u32(uint32(m - first_row), uint32(block_rows))
-            x += uint64(first_row) * uint64(k) * uint64(2)
-            out += uint64(first_row) * uint64(n) * uint64(out_bytes)
-            if residual != uint64(0):
-                residual += uint64(first_row) * uint64(n) * uint64(out_bytes)
-            if x_squares != uint64(0):
-                x_squares += uint64(first_row) * uint64(x_parts) * uint64(4)
-            if squares != uint64(0):
-                squares += uint64(first_row) * uint64(n >> uint32(5)) * uint64(4)
+            given = of_rows(given, uint32(uint32(cuda.blockIdx.y) * uint32(block_rows)))
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         first_column = uint32(column_block * uint32(num_teams * uint32(columns)))
         row_bytes = uint64(k) * uint64(2)
 
@@ -282,7 +286,7 @@ def _kernel(
         copy_first((places, x_stages, column, end, m, chosen))
         warp = uint32(rank + num_streams * team)
         if leaves_early:
-            leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
+            leave_scales(given, scales, uint32(0), m, warp, uint32(BLOCK_WARPS), lane)
 
         of_cluster = uint32(num_blocks - uint32(1))
         num_own_tiles = uint32(num_teams * uint32(columns // tiles.TILE) + of_cluster - block) >> count_b32(of_cluster)
@@ -311,7 +315,7 @@ def _kernel(
         launch_dependents()  # not earlier: the next grid's blocks would take room from this one's
         wait_for_all()
         if not leaves_early:
-            leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
+            leave_scales(given, scales, uint32(0), m, warp, uint32(BLOCK_WARPS), lane)
         before = riding.NOT_COUNTED
         if takes_adapters and warp == uint32(0):
             before = riding.wait_for_shrinking(lane, added)
@@ -333,8 +337,8 @@ def _kernel(
         else:
             sync_block()
         finish_sums(
-            (shared, num_streams), scales, (m,), warp, block, lane, (num_blocks,), first_column, num_teams,
-            (weight, bias, residual, out, n, k, bias_is_f32, squares), (expanded, expanded_row, of_cluster),
+            given, (shared, num_streams), scales, (m,), (warp, block, lane, (num_blocks,)), (first_column, num_teams),
+            (expanded, expanded_row, of_cluster),
         )  # fmt: skip
         if has_clusters:  # no block exits while others read its sums
             sync_warp()
@@ -342,12 +346,6 @@ def _kernel(
             cluster.wait()
         if takes_adapters:
             riding.reset_counters(before, column_blocks, added)
-
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
-        multiply_block(
-            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            x_squares, x_parts, eps, squares, (),
-        )  # fmt: skip
 
     factors = dtype if packing is None else f"{weight}_{dtype}"
     # Registers of two blocks: those that were examined. Without clusters ptxas of sm_80 finds some short.
@@ -357,8 +355,8 @@ def _kernel(
     return Specialisation(
         name=f"gemm_skinny_{factors}_{out_dtype}_{16 * row_tiles}{'_c' * has_clusters}"
         f"{'_' if is_gated else ''}{activation}{'_adapted' * takes_adapters}",
-        kernel=riding.adapted_kernel(shrink, multiply_block) if takes_adapters else cuda.jit(gemm),
-        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
+        kernel=riding.product_kernel(multiply_block, shrink),
+        argument_types=riding.argument_types(takes_adapters),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 and has_few_registers else 1,
         spills_on=SPILLS_ON if takes_adapters or (weight, row_tiles) in SPILLING else (),

@@ -16,13 +16,19 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import can_finish_quads, finisher, quad_finisher
+from numba_kernels.cuda.gemm.epilogue import (
+    Arguments,
+    Output,
+    can_finish_quads,
+    finisher,
+    quad_finisher,
+    squares_leaver,
+)
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import warp_sum
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 from numba_kernels.split_k import SEGMENTS, STEP
 
@@ -47,9 +53,11 @@ def segment_of(k):
 
 
 @device_function
-def sums_of_segment(out, m, n):
-    """The address of the block's segment in ``out [segments, m, n]``, float32."""
-    return out + uint64(uint32(cuda.blockIdx.y)) * uint64(m) * uint64(n) * uint64(4)
+def in_segment(given):
+    """The arguments, ``out`` being the block's segment of ``[segments, m, n]`` float32."""
+    x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares = given
+    out += uint64(uint32(cuda.blockIdx.y)) * uint64(m) * uint64(n) * uint64(4)
+    return Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares)
 
 
 @functools.cache
@@ -78,7 +86,7 @@ def _tree(count: int, width: int) -> Any:
 @functools.cache
 def _kernel(count: int, out_dtype: str) -> Specialisation:
     finish, finish_quad = finisher("f32", out_dtype), quad_finisher("f32", out_dtype)
-    tree, tree_of_quads = _tree(count, 1), _tree(count, 4)
+    tree, tree_of_quads, leave_squares = _tree(count, 1), _tree(count, 4), squares_leaver(SQUARE_COLUMNS, 32)
 
     def add(sums, bias, residual, out, m, n, squares):
         wait_for_previous_grid()
@@ -87,23 +95,20 @@ def _kernel(count: int, out_dtype: str) -> Specialisation:
         row = divide_u32(uint32(cuda.blockIdx.x), blocks)
         column = uint32(uint32(uint32(cuda.blockIdx.x) - row * blocks) * uint32(_COLUMNS))
         stride = uint64(m) * uint64(n) * uint64(4)
-        in_quads = can_finish_quads(bias | sums, residual, out, n)
+        given = Output(bias, residual, out, m, n, uint32(1), squares)
+        in_quads = can_finish_quads(Output(bias | sums, residual, out, m, n, uint32(1), squares))
         thread = uint32(cuda.threadIdx.x)
         column = uint32(column + (thread * uint32(4) if in_quads else thread))
         at = sums + (uint64(row) * uint64(n) + uint64(column)) * uint64(4)
         if in_quads:
             total = float32(0.0)
             if column < n:
-                total = finish_quad(bias, uint32(1), residual, out, n, row, column, tree_of_quads(at, stride))
-            if squares != uint64(0):
-                total = warp_sum(total)
-                if thread & uint32(31) == uint32(0) and column < n:
-                    part = uint64(row) * uint64(n // uint32(SQUARE_COLUMNS)) + uint64(column // uint32(SQUARE_COLUMNS))
-                    memory.store_f32(squares + part * uint64(4), total)
+                total = finish_quad(given, row, column, tree_of_quads(at, stride))
+            leave_squares(given, total, thread & uint32(31) == uint32(0), row, column)
         else:
             for _ in range(4):
                 if column < n:
-                    finish(bias, uint32(1), residual, out, n, row, column, tree(at, stride))
+                    finish(given, row, column, tree(at, stride))
                 column = uint32(column + uint32(_THREADS))
                 at += uint64(4 * _THREADS)
 

@@ -33,9 +33,9 @@ from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, product_kernel, scales_leaver
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, tile_named
-from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import in_segment, segment_of
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -188,8 +188,8 @@ def tile_multiplier(
     dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool, is_cut: bool = False,
     activation: str = "", is_grouped: bool = False,
 ) -> Any:  # fmt: skip
-    """A device function that multiplies a block's tile and finishes it: a kernel's arguments, then the tile's first row
-    and column, and a list of rows.
+    """A device function ``(given, first_row, first_column, tokens)`` that multiplies a block's tile and finishes it;
+    `tokens` is a list of rows.
 
     In a grouped product (`is_grouped`) the previous grids have ended when it is called, weight and bias are an
     expert's, `m` is one past the tile's last row, row r of x is ``tokens[r]``, unless `tokens` is 0, and gate and up
@@ -253,10 +253,8 @@ def tile_multiplier(
         return (row * chunks + (chunk ^ flip)) << uint32(4)
 
     @device_function
-    def multiply_tile(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, first_row,
-        first_column, tokens,
-    ):  # fmt: skip
+    def multiply_tile(given, first_row, first_column, tokens):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(scales_bytes))
         thread = uint32(cuda.threadIdx.x)
@@ -320,9 +318,7 @@ def tile_multiplier(
             write_stage = uint32(write_stage + uint32(stage_bytes))
             index = uint32(index + uint32(1))
         if not is_cut:
-            leave_scales(
-                scales, x_squares, first_row, uint32(block_m), m, x_parts, k, eps, warp, uint32(num_warps), lane
-            )  # fmt: skip
+            leave_scales(given, scales, first_row, uint32(block_m), warp, uint32(num_warps), lane)
         start = uint32(0)
         while start < length:
             wait_for_next()
@@ -356,10 +352,8 @@ def tile_multiplier(
         first_column += warp_column // uint32(warp_n) * uint32(columns_out)
         scales = uint32(scales + warp_row * uint32(4))
         if is_cut:  # not sooner: the sums need all registers
-            out = sums_of_segment(out, m, n)
-        leave_sums(
-            sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
-        )  # fmt: skip
+            given = in_segment(given)
+        leave_sums(given, sums, staged, scales, first_row, first_column, lane)
 
     return multiply_tile
 
@@ -394,18 +388,16 @@ def _kernel(
     multiply_tile = tile_multiplier(dtype, out_dtype, tile, is_weight_layout, is_aligned, is_cut, activation)
     find_tile = tile_finder(block_m, tile.block_n // 2 if is_gated else tile.block_n)
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
-        row_tile, first_column = find_tile((m + uint32(block_m - 1)) // uint32(block_m), n)
-        multiply_tile(
-            x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares,
-            uint32(row_tile * uint32(block_m)), first_column, uint64(0),
-        )  # fmt: skip
+    @device_function
+    def multiply(given):
+        row_tile, first_column = find_tile((given.m + uint32(block_m - 1)) // uint32(block_m), given.n)
+        multiply_tile(given, uint32(row_tile * uint32(block_m)), first_column, uint64(0))
 
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
     variant = "_segments" if is_cut else f"_{activation}" if is_gated else ""
     return Specialisation(
         name=f"gemm_tensor_core_{dtype}_{out_dtype}_{tile}_{layout}_{alignment}{variant}",
-        kernel=cuda.jit(gemm),
+        kernel=product_kernel(multiply),
         argument_types=ARGUMENT_TYPES,
         max_threads=tile.num_warps * 32,
         min_blocks=min_blocks(tile) if is_aligned else 0,

@@ -14,6 +14,7 @@ from numba import types
 
 from numba_kernels.cuda.gemm.epilogue import (
     GATED,
+    Output,
     biased_gater,
     can_finish_quads,
     finisher,
@@ -21,10 +22,11 @@ from numba_kernels.cuda.gemm.epilogue import (
     quad_gater,
     scale_element,
     scale_quad,
+    squares_leaver,
 )
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
+from numba_kernels.cuda.intrinsics.warp import sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
@@ -52,19 +54,17 @@ def sums_leaver(
     m_tiles, n_pairs = warp_m // 16, warp_n // 16
     columns_out = warp_n // 2 if is_gated else warp_n
     quads, flip_of = columns_out // 4, mma.accumulator_flip(warp_n)
-    square_shifts = quads.bit_length() - 1  # quads lanes in a row have the squares of a part
+    leave_squares = squares_leaver(columns_out, quads)
     num_sums, pass_sums = m_tiles * n_pairs * 8, n_pairs * 8
 
     @device_function
-    def leave_sums(
-        sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
-    ):
+    def leave_sums(given, sums, staged, scales, first_row, first_column, lane):
         pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
         flip = flip_of(lane >> uint32(2)) * uint32(4)
-        in_quads = can_finish_quads(bias, residual, out, n)
-        bias_behind = bias
+        m, n, bias, behind = given.m, given.n, given.bias, given
+        in_quads = can_finish_quads(given)
         if is_gated and is_biased:
-            bias_behind = uint64(0)
+            behind = Output(uint64(0), given.residual, given.out, m, n, given.bias_is_f32, uint64(0))
         passed = uint32(0)
         while passed < uint32(m_tiles):  # registers cannot be indexed, so the sums move up by 16 rows each time
             for j in range(n_pairs):
@@ -92,16 +92,9 @@ def sums_leaver(
                                 values = gate_quad(values, ups, scale)
                         elif not is_cut:
                             values = scale_quad(values, scale)
-                        total = finish_quad(
-                            bias_behind, bias_is_f32, residual, out, n, first_row + row, first_column + column, values
-                        )  # fmt: skip
-                    if not (is_gated or is_cut) and squares != uint64(0):
-                        for i in range(square_shifts):
-                            total += shuffle_xor_f32(total, uint32(1 << i))
-                        if column == uint32(0) and first_row + row < m and first_column < n:
-                            part = uint64(first_row + row) * uint64(n // uint32(warp_n))
-                            part += uint64(first_column // uint32(warp_n))
-                            memory.store_f32(squares + part * uint64(4), total)
+                        total = finish_quad(behind, first_row + row, first_column + column, values)
+                    if not (is_gated or is_cut):
+                        leave_squares(given, total, column == uint32(0), first_row + row, first_column)
                     item += uint32(32)
             else:
                 while item < uint32(16 * columns_out):
@@ -116,9 +109,7 @@ def sums_leaver(
                                 value = gate_biased(value, up, bias, uint32(first_column + column), n)
                             else:
                                 value = gated(value, scale_element(up, scale))
-                        finish(
-                            bias_behind, bias_is_f32, residual, out, n, first_row + row, first_column + column, value
-                        )  # fmt: skip
+                        finish(behind, first_row + row, first_column + column, value)
                     item += uint32(32)
             if not is_cut:
                 scales = uint32(scales + uint32(64))

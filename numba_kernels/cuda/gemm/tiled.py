@@ -18,7 +18,8 @@ from numba import cuda, types
 from numba_kernels.cuda.gemm.epilogue import finisher, scale_element, scale_of_row
 from numba_kernels.cuda.gemm.naive import SIDE, plan_with, seconds, specialisations_of, specialise, why_not
 from numba_kernels.cuda.gemm.product import Machine, Product
-from numba_kernels.cuda.gemm.split_k import segment_of, sums_of_segment
+from numba_kernels.cuda.gemm.split_k import in_segment, segment_of
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.sync import sync_block
@@ -37,7 +38,9 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) ->
     item_bytes = ITEM_BYTES[dtype]
     weight_stride = ACROSS_STRIDE if is_weight_layout else SIDE
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply(given):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         x_tile = cuda.shared.array((SIDE, SIDE), float32)  # [row, k]
         weight_tile = cuda.shared.array((SIDE, weight_stride), float32)  # [k, column]
         tx, ty = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y)
@@ -51,7 +54,7 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) ->
         if is_cut:
             start, length = segment_of(k)
             end = uint32(start + length)
-            out = sums_of_segment(out, m, n)
+            given = in_segment(given)
         total = float32(0.0)
         while start < end:
             # Beyond the matrices: zeros.
@@ -76,10 +79,10 @@ def _kernel(dtype: str, out_dtype: str, is_weight_layout: bool, is_cut: bool) ->
             sync_block()
             start += uint32(SIDE)
         if row < m and column < n:
-            total = scale_element(total, scale_of_row(x_squares, row, x_parts, k, eps))
-            finish(bias, bias_is_f32, residual, out, n, row, column, total)
+            total = scale_element(total, scale_of_row(given, row))
+            finish(given, row, column, total)
 
-    return specialise("tiled", gemm, dtype, out_dtype, is_weight_layout, is_cut)
+    return specialise("tiled", multiply, dtype, out_dtype, is_weight_layout, is_cut)
 
 
 def plan(product: Product, machine: Machine) -> Launch:

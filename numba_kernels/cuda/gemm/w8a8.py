@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from numba import cuda, types
 
 from numba_kernels.cuda.dynamic_quantisation import SLOT
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, product_kernel
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import convert, memory
@@ -113,7 +113,9 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                 rows[i] += uint64(TILE_BYTES)
         commit()
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, x_parts, eps, squares):
+    @device_function
+    def multiply_tile(given):
+        x, weight, m, n, k, x_scales = given.x, given.weight, given.m, given.n, given.k, given.x_squares
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(SCALES_BYTES))
         thread = uint32(cuda.threadIdx.x)
@@ -237,14 +239,12 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                 column = uint32(column + n)  # up's
             factors[2 * j], factors[2 * j + 1] = load_pair(row_scales + uint64(column) * uint64(4))
         scale_columns(sums, factors)
-        leave_sums(
-            sums, shared + warp * uint32(16 * WARP_N * 4), uint32(scales + warp_row * uint32(4)), bias, bias_is_f32,
-            residual, out, m, n, first_row, first_column, squares, lane,
-        )  # fmt: skip
+        staged, scales = shared + warp * uint32(16 * WARP_N * 4), uint32(scales + warp_row * uint32(4))
+        leave_sums(given, sums, staged, scales, first_row, first_column, lane)
 
     return Specialisation(
         name=f"gemm_w8a8_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
-        kernel=cuda.jit(gemm),
+        kernel=product_kernel(multiply_tile),
         argument_types=ARGUMENT_TYPES,
         max_threads=THREADS,
         min_blocks=1,

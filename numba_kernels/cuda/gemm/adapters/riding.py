@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.gemm.epilogue import GATED, finisher, norm_scale, scale_element, squares_leaver
+from numba_kernels.cuda.gemm import epilogue
+from numba_kernels.cuda.gemm.epilogue import GATED, Arguments, finisher, norm_scale, scale_element, squares_leaver
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -61,6 +62,25 @@ each slot's down [R, K], and in ``ups [2, S]`` of its up [N, R] and bias float32
 uint32, of which a slot's last entry begins with 1 if it has a bias; the weights of the norm float32 [K], or 0; between,
 float32 [m, R + 1]; two counters, which are 0 before a launch and after it; R, S, entries of a slot's ranges, and blocks
 that shrink."""
+
+
+class Riding(NamedTuple):
+    """Those arguments, as device functions get them, and the warps of a team (`Launch.team_warps`)."""
+
+    x: Any
+    adapters: Any
+    downs: Any
+    ups: Any
+    ranges: Any
+    norm: Any
+    between: Any
+    counters: Any
+    ranks: Any
+    num_slots: Any
+    num_ranges: Any
+    num_shrinking: Any
+    team_warps: Any
+
 
 NOT_COUNTED = uint32(0xFFFFFFFF)  # of a lane that has not counted its block out
 count_up = instruction("red.release.gpu.global.add.u32 [$0], $1;", "", "l r")
@@ -110,7 +130,7 @@ def is_adapted(slot, rank, ranges, num_ranges):
 @device_function
 def ranks_of(slot, item, quads, row_bytes, riding):
     """Whether a slot has the ranks of an item of `shrinker`, and the two halves of their address in ``down``."""
-    _, _, downs, _, ranges, _, _, _, _, num_slots, num_ranges, _, _ = riding
+    downs, ranges, num_slots, num_ranges = riding.downs, riding.ranges, riding.num_slots, riding.num_ranges
     found, down = uint32(0), uint64(0)
     if slot < num_slots:
         rank = uint32(uint32(item - divide_u32(item, quads) * quads) * uint32(RANKS))
@@ -164,7 +184,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
 
     @device_function
     def shrink(block, warp, lane, m, k, eps, riding):
-        x, adapters, _, _, _, norm, between, counters, ranks, num_slots, _, num_blocks, _ = riding
+        x, adapters, norm, ranks, num_slots = riding.x, riding.adapters, riding.norm, riding.ranks, riding.num_slots
         partial = cuda.shared.array((warps, num_sums), float32)
         partial_squares = cuda.shared.array((warps, rows), float32)
         places, members = cuda.local.array(rows, uint64), cuda.local.array(rows, uint32)
@@ -239,13 +259,13 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
                         scale = norm_scale(squared, k, eps)
                     if row < m:
                         at = uint64(row) * uint64(ranks) + uint64(rank + lane % uint32(RANKS))
-                        memory.store_f32(between + at * uint64(4), scale_element(total, scale))
+                        memory.store_f32(riding.between + at * uint64(4), scale_element(total, scale))
                 sync_block()
-            item = uint32(item + num_blocks)
+            item = uint32(item + riding.num_shrinking)
             is_there, low, high = ranks_of(lane, item, quads, row_bytes, riding)
         sync_block()
         if warp == uint32(0) and lane == uint32(0):
-            count_up(counters, uint32(1))
+            count_up(riding.counters, uint32(1))
 
     return shrink
 
@@ -254,12 +274,12 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
 def wait_for_shrinking(lane, riding):
     """Waits until `shrinker`'s blocks have counted themselves. One whole warp of each block that multiplies calls it,
     once, and meets the block's other threads before they expand. It returns what `reset_counters` takes."""
-    counters, shrinking, before = riding[7], riding[11], NOT_COUNTED
-    while _load_count(counters) < shrinking:
+    before = NOT_COUNTED
+    while _load_count(riding.counters) < riding.num_shrinking:
         pass
     sync_warp()
     if lane == uint32(0):
-        before = _count_out(counters + uint64(4), uint32(1))
+        before = _count_out(riding.counters + uint64(4), uint32(1))
     return before
 
 
@@ -267,8 +287,8 @@ def wait_for_shrinking(lane, riding):
 def reset_counters(before, num_blocks, riding):
     """The end of the same warp's work, of so many blocks that multiply."""
     if before == uint32(num_blocks - uint32(1)):
-        _reset_count(riding[7], uint32(0))
-        _reset_count(riding[7] + uint64(4), uint32(0))
+        _reset_count(riding.counters, uint32(0))
+        _reset_count(riding.counters + uint64(4), uint32(0))
 
 
 @functools.cache
@@ -279,11 +299,12 @@ def expander(dtype: str) -> tuple[Any, Any]:
 
     @device_function
     def aim(row, column, riding):
-        _, adapters, _, ups, ranges, _, between, _, ranks, num_slots, num_ranges, _, _ = riding
+        ups, ranks, num_slots = riding.ups, riding.ranks, riding.num_slots
         rank, end, up, bias = uint32(0), uint32(0), uint64(0), uint64(0)
-        slot = memory.load_b32(adapters + uint64(row) * uint64(4))
+        slot = memory.load_b32(riding.adapters + uint64(row) * uint64(4))
         if slot < num_slots:
-            entry = ranges + (uint64(slot) * uint64(num_ranges) + uint64(column // uint32(COLUMNS))) * uint64(8)
+            block = uint64(slot) * uint64(riding.num_ranges) + uint64(column // uint32(COLUMNS))
+            entry = riding.ranges + block * uint64(8)
             rank, end = memory.load_2xb32(entry)
             up = memory.load_b64(ups + uint64(slot) * uint64(8))
             bias = memory.load_b64(ups + uint64(slot + num_slots) * uint64(8))
@@ -293,7 +314,7 @@ def expander(dtype: str) -> tuple[Any, Any]:
             if bias != uint64(0):
                 bias += uint64(column) * uint64(4)
                 memory.prefetch(bias)
-        place = between + (uint64(row) * uint64(ranks) + uint64(rank)) * uint64(4)
+        place = riding.between + (uint64(row) * uint64(ranks) + uint64(rank)) * uint64(4)
         return rank, end, up, place, bias
 
     @device_function
@@ -333,16 +354,16 @@ class KeptTiles:
     """Device functions of a block that finishes several tiles together.
 
     Its sums are ``[tile, part, row, column of the tile]``, float32, in shared memory: the product's at ``kept``, the
-    low-rank ones at ``expanded``. Tiles lie ``stride`` columns apart from ``first_column`` on; ``sizes`` is (m, n,
-    columns of a tile).
+    low-rank ones at ``expanded``. ``columns`` is a tuple: the first tile's first column, from one tile to the next,
+    columns of a tile.
 
     Attributes:
         most: tiles that are kept.
         num_floats: of ``kept`` and ``expanded`` each.
         place: ``(kept, tile, part, row, column, columns) -> address`` of a sum.
-        expand: ``(expanded, first_column, stride, sizes, num_blocks, riding)``, the work of the last warp.
-        finish: ``(kept, expanded, first_column, stride, num_tiles, is_last, thread, bias, bias_is_f32, residual, out,
-            squares, sizes)``: the other warps meet the last one, and finish so many tiles.
+        expand: ``(expanded, columns, m, n, num_blocks, riding)``, the work of the last warp.
+        finish: ``(given, (kept, expanded), columns, num_tiles, is_last, thread)``: the other warps meet the last one,
+            and finish so many tiles.
     """
 
     most: int
@@ -369,47 +390,46 @@ def kept_tiles(
         return uint32(kept + uint32(line * columns + column) * uint32(4))
 
     @device_function
-    def aim_at(index, first_column, stride, sizes, riding):
-        line = divide_u32(index, sizes[2])
+    def aim_at(index, first_column, columns, m, n, riding):
+        _, stride, width = columns
+        line = divide_u32(index, width)
         tile, up = line // uint32(num_parts * rows), (line // uint32(rows)) % uint32(num_parts)
-        row, column = line % uint32(rows), uint32(first_column + tile * stride + index - line * sizes[2])
+        row, column = line % uint32(rows), uint32(first_column + tile * stride + index - line * width)
         aimed = uint32(0), uint32(0), uint64(0), uint64(0), uint64(0)
-        if row < sizes[0] and column < sizes[1]:
-            aimed = aim(row, uint32(column + up * sizes[1]), riding)
+        if row < m and column < n:
+            aimed = aim(row, uint32(column + up * n), riding)
         return aimed
 
     @device_function
-    def expand_tiles(expanded, first_column, stride, sizes, num_blocks, riding):
+    def expand_tiles(expanded, columns, m, n, num_blocks, riding):
+        first_column, stride, width = columns
         column, lane, before = first_column, uint32(cuda.threadIdx.x), NOT_COUNTED
         wait_for_previous_grid()
         launch_dependents()
-        while column < sizes[1]:
-            num_tiles = divide_u32(uint32(sizes[1] - column + stride - uint32(1)), stride)
-            count = uint32(minimum_u32(num_tiles, uint32(most)) * uint32(num_parts * rows) * sizes[2])
+        while column < n:
+            num_tiles = divide_u32(uint32(n - column + stride - uint32(1)), stride)
+            count = uint32(minimum_u32(num_tiles, uint32(most)) * uint32(num_parts * rows) * width)
             index = uint32(lane + uint32(32))
             while index < count:  # ask for all numbers before waiting
-                aim_at(index, column, stride, sizes, riding)
+                aim_at(index, column, columns, m, n, riding)
                 index = uint32(index + uint32(32))
-            index, aimed = lane, aim_at(lane, column, stride, sizes, riding)
+            index, aimed = lane, aim_at(lane, column, columns, m, n, riding)
             if column == first_column:
                 before = wait_for_shrinking(lane, riding)
             while index < count:
                 memory.shared_store_f32(uint32(expanded + index * uint32(4)), expand(aimed))
                 index = uint32(index + uint32(32))
                 if index < count:
-                    aimed = aim_at(index, column, stride, sizes, riding)
+                    aimed = aim_at(index, column, columns, m, n, riding)
             sync_block()
             column = uint32(column + uint32(most) * stride)
-            if column < sizes[1]:
+            if column < n:
                 sync_block()
         reset_counters(before, num_blocks, riding)
 
     @device_function
-    def finish_tiles(
-        kept, expanded, first_column, stride, num_tiles, is_last, thread, bias, bias_is_f32, residual, out, squares,
-        sizes,
-    ):  # fmt: skip
-        m, n, columns = sizes
+    def finish_tiles(given, sums, tiles, num_tiles, is_last, thread):
+        (kept, expanded), (first_column, stride, columns), m, n = sums, tiles, given.m, given.n
         index, lane = thread, thread & uint32(31)
         tile_sums = uint32(columns * uint32(rows))
         sync_block()
@@ -426,10 +446,10 @@ def kept_tiles(
                     at = uint32(at + tile_sums * uint32(4))
                     up = memory.shared_load_f32(uint32(kept + at)) + memory.shared_load_f32(uint32(expanded + at))
                     value = gated(value, up)
-                value = finish_one(bias, bias_is_f32, residual, out, n, row, column, value)
+                value = finish_one(given, row, column, value)
             if not is_gated:
-                inside = lane % uint32(square_columns)
-                leave_squares(squares, value, inside, row if tile < num_tiles else m, column, m, n)
+                is_first = lane % uint32(square_columns) == uint32(0)
+                leave_squares(given, value * value, is_first, row if tile < num_tiles else m, column)
             index = uint32(index + uint32(threads))
         if not is_last:
             sync_block()
@@ -437,10 +457,10 @@ def kept_tiles(
     return KeptTiles(most, most * most_sums, place, expand_tiles, finish_tiles)
 
 
-def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False) -> Any:
-    """The kernel of a product with adapters, of `shrinker`'s function and ``(block, num_blocks, *arguments of the
-    product, riding)``, of a block that multiplies. With `in_columns` the grid has a y axis, and blocks of whole columns
-    shrink."""
+def product_kernel(multiply: Any, shrink: Any = None, *, in_columns: bool = False) -> Any:
+    """The kernel of ``multiply(block, num_blocks, given, riding)``, a block that multiplies, and, with adapters, of
+    `shrinker`'s function; else ``riding`` is empty. With `in_columns` the grid has a y axis, and blocks of whole
+    columns shrink."""
 
     def adapted(
         x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
@@ -451,7 +471,7 @@ def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False) -> A
             height = uint32(cuda.gridDim.y)
             columns = divide_u32(shrinking, height)
         warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        riding = (
+        riding = Riding(
             x_rows, adapters, downs, ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges,
             shrinking, team_warps,
         )  # fmt: skip
@@ -461,9 +481,16 @@ def adapted_kernel(shrink: Any, multiply: Any, *, in_columns: bool = False) -> A
                 item = uint32(block * height + uint32(cuda.blockIdx.y))
             shrink(item, warp, lane, m, k, eps, riding)
         else:
-            multiply(
-                uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns), x, weight, bias, residual, out,
-                m, n, k, bias_is_f32, norm, norm_parts, eps, squares, riding,
-            )  # fmt: skip
+            given = Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares)
+            multiply(uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns), given, riding)
 
-    return cuda.jit(adapted)
+    @device_function
+    def plain(given):
+        multiply(uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), given, ())
+
+    return epilogue.product_kernel(plain) if shrink is None else cuda.jit(adapted)
+
+
+def argument_types(takes_adapters: bool) -> tuple[Any, ...]:
+    """The types of that kernel's arguments."""
+    return epilogue.ARGUMENT_TYPES + (ARGUMENT_TYPES if takes_adapters else ())

@@ -206,7 +206,7 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
     @device_function
     def order_rows(shared, block, warp, lane, m, riding):
         """Each lane's row: its slot, its place in the order, and its number among those of its adapter."""
-        _, adapters, _, _, _, _, between, _, ranks, num_slots, _, _, _ = riding
+        adapters, between, ranks, num_slots = riding.adapters, riding.between, riding.ranks, riding.num_slots
         own, before, place, index = uint32(num_slots + uint32(1)), uint32(0), uint32(0), uint32(0)
         if lane < m:
             own = minimum_u32(memory.load_b32(adapters + uint64(lane) * uint64(4)), num_slots)  # -1 is large
@@ -249,7 +249,7 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
     @device_function
     def store_between(shared, thread, first, count, rank, k, eps, m, riding):
         """Adds up the warps' sums; a thread has a row's sum of one rank."""
-        _, _, _, _, _, norm, between, _, ranks, _, _, _, _ = riding
+        norm, between, ranks = riding.norm, riding.between, riding.ranks
         row, own_rank = thread >> uint32(4), uint32(rank + (thread & uint32(15)))
         if row < count and own_rank < ranks:
             total, scale, squared = float32(0), float32(1), float32(0)
@@ -271,7 +271,10 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
 
     @device_function
     def shrink(block, warp, lane, m, k, eps, riding):
-        x, _, downs, _, ranges, norm, _, counters, ranks, num_slots, num_ranges, num_blocks, _ = riding
+        x, downs, ranges, norm, counters, ranks, num_slots, num_ranges, num_blocks = (
+            riding.x, riding.downs, riding.ranges, riding.norm, riding.counters, riding.ranks, riding.num_slots,
+            riding.num_ranges, riding.num_shrinking,
+        )  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         sums, squares = cuda.local.array(16, float32), cuda.local.array(1, float32)
         down_rows = cuda.local.array(2, uint64)
@@ -355,7 +358,9 @@ def preparer(num_parts: int) -> Any:
 
     @device_function
     def prepare(warp, warps, lane, m, columns, riding):
-        _, adapters, _, ups, ranges, _, _, _, ranks, num_slots, num_ranges, _, _ = riding
+        adapters, ups, ranges, ranks, num_slots, num_ranges = (
+            riding.adapters, riding.ups, riding.ranges, riding.ranks, riding.num_slots, riding.num_ranges,
+        )  # fmt: skip
         first, step, num_tiles, end = columns
         slot, last = num_slots, uint32(end - uint32(1))
         if lane < m:
@@ -438,7 +443,9 @@ def expander(dtype: str) -> Any:
 
     @device_function
     def expand(target, stride, warp, warps, lane, m, columns, part, riding):
-        _, _, _, ups, ranges, _, between, _, ranks, num_slots, num_ranges, _, _ = riding
+        ups, ranges, between, ranks, num_slots, num_ranges = (
+            riding.ups, riding.ranges, riding.between, riding.ranks, riding.num_slots, riding.num_ranges,
+        )  # fmt: skip
         first_column, step, num_tiles, end = columns
         first_column, last = uint32(first_column + part * end), uint32(uint32(part + uint32(1)) * end - uint32(1))
         sums, word, leads = cuda.local.array(16, float32), uint32(0xFFFFFFFF), uint32(0)

@@ -15,7 +15,7 @@ import functools
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.adapters import riding
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, GATED, finisher, norm_scale, scale_element, squares_leaver
+from numba_kernels.cuda.gemm.epilogue import GATED, finisher, norm_scale, scale_element, squares_leaver
 from numba_kernels.cuda.gemm.product import Machine
 from numba_kernels.cuda.gemm.rings.warp_ring import (
     MOST_STAGES,
@@ -93,21 +93,21 @@ def ring_kernel(
                             sums[r * COLUMNS + column] += x_high * high
 
     @device_function
-    def finish_tile(total, row, inside, lane, first_column, bias, residual, out, m, n, bias_is_f32, squares):
+    def finish_tile(given, total, row, inside, first_column):
         column = uint32(first_column + inside)
         if is_gated:
             total = gated(total, shuffle_xor_f32(total, uint32(out_columns)))
         value = float32(0.0)
-        if row < m and column < n and inside < uint32(out_columns):
-            value = finish(bias, bias_is_f32, residual, out, n, row, column, total)
+        if row < given.m and column < given.n and inside < uint32(out_columns):
+            value = finish(given, row, column, total)
         if not is_gated:
-            leave_squares(squares, value, inside, row, column, m, n)
+            leave_squares(given, value * value, inside == uint32(0), row, column)
 
     @device_function
-    def multiply_tiles(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares,
-        kept, expanded, added,
-    ):  # fmt: skip
+    def multiply_tiles(block, num_blocks, given, kept, expanded, added):
+        x, weight, m, n, k, x_squares, x_parts = (
+            given.x, given.weight, given.m, given.n, given.k, given.x_squares, given.x_parts
+        )  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
         partial = cuda.shared.array((2, partial_floats), float32)  # of this tile and the next: [warp, sum]
@@ -115,7 +115,7 @@ def ring_kernel(
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         team_warps, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
         if takes_adapters:
-            team_warps = added[12]
+            team_warps = added.team_warps
             team, teams = divide_u32(rank, team_warps), divide_u32(uint32(BLOCK_WARPS), team_warps)
             rank = uint32(rank - team * team_warps)
         warp = uint32(rank + team * team_warps)
@@ -175,14 +175,14 @@ def ring_kernel(
             squared = partial_squares[row]
             for other in range(1, BLOCK_WARPS):
                 squared += partial_squares[row + uint32(other * rows)]
-            scale = norm_scale(squared, k, eps)
+            scale = norm_scale(squared, k, given.eps)
         mbarrier.wait(x_barrier, uint32(0))
 
         sums = cuda.local.array(num_sums, float32)
         x_words = cuda.local.array(num_x_words, uint32)
         stage, phase, turn, group, num_kept = uint32(0), uint32(0), uint32(0), first, uint32(0)
         columns = uint32(teams * uint32(out_columns))  # of the block
-        first_column, sizes = uint32(block * columns), (m, n, columns)
+        first_column = uint32(block * columns)
         while uint32(group - team) < groups:
             for i in range(num_sums):
                 sums[i] = float32(0.0)
@@ -238,48 +238,34 @@ def ring_kernel(
                     if lane < uint32(num_sums):
                         memory.shared_store_f32(place_of(kept, num_kept, part, row, own, columns), total)
                 else:
-                    finish_tile(
-                        total, row, inside, lane, uint32(group * uint32(out_columns)), bias, residual, out, m, n,
-                        bias_is_f32, squares,
-                    )  # fmt: skip
+                    finish_tile(given, total, row, inside, uint32(group * uint32(out_columns)))
             turn ^= uint32(1)
             group = uint32(group + stride)
             if takes_adapters:
                 num_kept, is_last = uint32(num_kept + uint32(1)), uint32(group - team) >= groups
                 if is_last or num_kept == uint32(most_kept):
-                    finish_tiles(
-                        kept, expanded, first_column, uint32(num_blocks * columns), num_kept, is_last,
-                        uint32(warp * uint32(32) + lane), bias, bias_is_f32, residual, out, squares, sizes,
-                    )  # fmt: skip
+                    place = first_column, uint32(num_blocks * columns), columns
+                    finish_tiles(given, (kept, expanded), place, num_kept, is_last, uint32(warp * uint32(32) + lane))
                     first_column, num_kept = uint32(first_column + num_kept * num_blocks * columns), uint32(0)
 
     @device_function
-    def work(
-        block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, added
-    ):  # fmt: skip
-        kept = memory.shared_address(cuda.shared.array(num_floats, float32))
-        expanded = memory.shared_address(cuda.shared.array(num_floats, float32))
-        if uint32(cuda.threadIdx.y) == uint32(BLOCK_WARPS):
-            columns = uint32(divide_u32(uint32(BLOCK_WARPS), added[12]) * uint32(out_columns))
+    def work(block, num_blocks, given, added):
+        kept, expanded = uint32(0), uint32(0)
+        if takes_adapters:
+            kept = memory.shared_address(cuda.shared.array(num_floats, float32))
+            expanded = memory.shared_address(cuda.shared.array(num_floats, float32))
+        if takes_adapters and uint32(cuda.threadIdx.y) == uint32(BLOCK_WARPS):
+            columns = uint32(divide_u32(uint32(BLOCK_WARPS), added.team_warps) * uint32(out_columns))
             first_column, stride = uint32(block * columns), uint32(num_blocks * columns)
-            expand_tiles(expanded, first_column, stride, (m, n, columns), num_blocks, added)
+            expand_tiles(expanded, (first_column, stride, columns), given.m, given.n, num_blocks, added)
         else:
-            multiply_tiles(
-                block, num_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
-                squares, kept, expanded, added,
-            )  # fmt: skip
-
-    def gemv_ring(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
-        multiply_tiles(
-            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            x_squares, x_parts, eps, squares, uint32(0), uint32(0), (),
-        )  # fmt: skip
+            multiply_tiles(block, num_blocks, given, kept, expanded, added)
 
     return Specialisation(
         name=f"gemv_ring_{dtype}_{out_dtype}_{rows}{'_' if is_gated else ''}{activation}"
         + "_adapted" * takes_adapters,
-        kernel=riding.adapted_kernel(shrink, work) if takes_adapters else cuda.jit(gemv_ring),
-        argument_types=ARGUMENT_TYPES + (riding.ARGUMENT_TYPES if takes_adapters else ()),
+        kernel=riding.product_kernel(work, shrink),
+        argument_types=riding.argument_types(takes_adapters),
         max_threads=(BLOCK_WARPS + takes_adapters) * 32,
         min_blocks=2,
         min_capability=90,

@@ -32,7 +32,7 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.gemm.adapters import riding, tiles
-from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED, scales_leaver
+from numba_kernels.cuda.gemm.epilogue import DTYPE_PAIRS, GATED, scales_leaver
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, stage_advancer
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
@@ -260,15 +260,13 @@ def kernel(
             expand(target, uint32(expanded_row), warp, uint32(EXPANDING), lane, m, own, uint32(0), added)
 
     @device_function
-    def multiply_block(
-        column_block, column_blocks, x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps,
-        squares, added,
-    ):  # fmt: skip
+    def multiply_block(column_block, column_blocks, given, added):
+        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
-        given = uint32(empty + uint32(8 * num_stages))
-        taken, scales = uint32(given + uint32(8)), uint32(shared + uint32(scales_at))
+        handed = uint32(empty + uint32(8 * num_stages))
+        taken, scales = uint32(handed + uint32(8)), uint32(shared + uint32(scales_at))
         lane, warp = uint32(cuda.threadIdx.x), shuffle_index_b32(uint32(cuda.threadIdx.y), uint32(0))  # one a warp
         part, parts = uint32(cuda.blockIdx.y), uint32(cuda.gridDim.y)
         shares = divide_u32(cluster.size(), parts)
@@ -285,7 +283,7 @@ def kernel(
             for stage in range(num_stages):
                 mbarrier.init(uint32(full + uint32(8 * stage)), uint32(1))
                 mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(shares * uint32(WARPS)))
-            mbarrier.init(given, uint32(parts * uint32(num_givers)))
+            mbarrier.init(handed, uint32(parts * uint32(num_givers)))
             mbarrier.init(taken, uint32(parts * uint32(WARPS)))
             mbarrier.fence_init()
             num_asked = ask_ahead(weight, shared, full, uint32(first + own), n, start, end)
@@ -294,17 +292,15 @@ def kernel(
         cluster.wait()
 
         peer = uint32(share + shares * (lane & uint32(parts - uint32(1))))
-        given_there, taken_there = cluster.address_in(given, peer), cluster.address_in(taken, peer)
+        given_there, taken_there = cluster.address_in(handed, peer), cluster.address_in(taken, peer)
         stage, turn = uint32(0), uint32(0)
         if warp < uint32(WARPS):
             if moves_registers:
                 fewer_registers()
             wait_for_previous_grid()
             row, end_row = divide_u32(m * part, parts), divide_u32(m * (part + uint32(1)), parts)
-            leave_scales(
-                uint32(scales + row * uint32(4)), x_squares, row, uint32(end_row - row), m, x_parts, k, eps, warp,
-                uint32(WARPS), lane,
-            )  # fmt: skip
+            own_scales, num_rows = uint32(scales + row * uint32(4)), uint32(end_row - row)
+            leave_scales(given, own_scales, row, num_rows, warp, uint32(WARPS), lane)
             empty = cluster.address_in(empty, uint32(part * shares + (lane & uint32(shares - uint32(1)))))
             weight_part = uint32(shared + (warp >> uint32(2)) * uint32(BLOCK_ROWS // 2 * _ROW_BYTES))
             x_part = uint32(shared + uint32(BLOCK_ROWS * _ROW_BYTES))
@@ -322,11 +318,10 @@ def kernel(
                 if lane < parts:
                     cluster.release_shared()
                     mbarrier.arrive_relaxed(given_there)
-                mbarrier.wait_for_cluster(given, turn)
+                mbarrier.wait_for_cluster(handed, turn)
                 finish_sums(
-                    (target, uint32(1)), scales, (row, end_row), warp, uint32(0), lane, (share, shares, parts),
-                    uint32(first + own), uint32(num_teams),
-                    (uint64(0), bias, residual, out, n, k, bias_is_f32, squares),
+                    given, (target, uint32(1)), scales, (row, end_row), (warp, uint32(0), lane, (share, shares, parts)),
+                    (uint32(first + own), uint32(num_teams)),
                     (uint32(shared + uint32(expanded_at)), uint32(expanded_row), uint32(parts - uint32(1))),
                 )  # fmt: skip
                 sync_warp()
@@ -373,20 +368,12 @@ def kernel(
         cluster.arrive_relaxed()  # no block exits while others read its sums or arrive at its barriers
         cluster.wait()
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
-        multiply_block(
-            uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), x, weight, bias, residual, out, m, n, k, bias_is_f32,
-            x_squares, x_parts, eps, squares, (),
-        )  # fmt: skip
-
     shrink = tiles.shrinker(dtype, BLOCK_WARPS, STEPS_IN_FLIGHT[width]) if takes_adapters else None
     return Specialisation(
         name=f"gemm_hopper_few_{dtype}_{out_dtype}_{width}{'_' if is_gated else ''}{activation}"
         f"{'_adapted' * takes_adapters}",
-        kernel=riding.adapted_kernel(shrink, multiply_block, in_columns=True) if takes_adapters else cuda.jit(gemm),
-        argument_types=(
-            TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[2:], *(riding.ARGUMENT_TYPES if takes_adapters else ())
-        ),
+        kernel=riding.product_kernel(multiply_block, shrink, in_columns=True),
+        argument_types=(TENSOR_MAP, TENSOR_MAP, *riding.argument_types(takes_adapters)[2:]),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if takes_half else 1,
         min_capability=90,

@@ -20,13 +20,14 @@ from numba_kernels.cuda.gemm.epilogue import (
     quad_gater,
     scale_element,
     scale_quad,
+    squares_leaver,
 )
 from numba_kernels.cuda.gemm.skinny_shape import BLOCK_WARPS as WARPS
 from numba_kernels.cuda.gemm.skinny_shape import COLUMNS
 from numba_kernels.cuda.intrinsics import cluster, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32
-from numba_kernels.cuda.intrinsics.warp import count_b32, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import count_b32
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
@@ -66,17 +67,18 @@ def sums_finisher(
 ) -> Any:  # fmt: skip
     """A device function of each of a block's warps, which finish the sums of some rows, an element or four a lane.
 
-    ``(sums, scales, rows, warp, block, lane, blocks, first_column, teams, tensors, added)`` are (the shared address of
-    the sums, streams of a block); that of row 0's scale; (the number of rows,), which the blocks share, or, if each
-    `has_own_rows`, (the first one, the end); the block's place; (blocks,) or, of blocks that are not a whole cluster,
-    (the first one's rank, from one to the next, their number); arguments of the product; and, where adapters ride, (the
-    address of the expanded sums, floats of a row of them, these blocks less 1).
+    ``(given, sums, scales, rows, place, tile, added)`` are the product's arguments; (the shared address of the sums,
+    streams of a block); that of row 0's scale; (the number of rows,), which the blocks share, or, if each
+    `has_own_rows`, (the first one, the end); (warp, block, lane, blocks), the last one (their number,) or, of blocks
+    that are not a whole cluster, (the first one's rank, from one to the next, their number); (first column, teams);
+    and, where adapters ride, (the address of the expanded sums, floats of a row of them, these blocks less 1).
 
     Args:
         team_bytes: of a stream's sums of a team.
         scalers: ``(values of 4 columns or one, weight, n, k, column)``: times scales of the weight's rows.
     """
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
+    leave_squares = squares_leaver(32, 8)
     is_gated = activation != ""
     gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a team
@@ -121,11 +123,11 @@ def sums_finisher(
         return total
 
     @device_function
-    def finish_sums(sums, scales, rows, warp, block, lane, blocks, first_column, num_teams, tensors, added):
-        shared, num_streams = sums
-        weight, bias, residual, out, n, k, bias_is_f32, squares = tensors
+    def finish_sums(given, sums, scales, rows, place, tile, added):
+        weight, n, k = given.weight, given.n, given.k
+        (shared, num_streams), (warp, block, lane, blocks), (first_column, num_teams) = sums, place, tile
         block_columns = num_teams * uint32(columns)
-        in_quads = can_finish_quads(bias, residual, out, n)
+        in_quads = can_finish_quads(given)
         item_columns = uint32(4) if in_quads else uint32(1)
         num_items = divide_u32(rows[-1] * block_columns, item_columns)
         first_item = uint32(uint32(warp + block * uint32(WARPS)) * uint32(32))
@@ -166,7 +168,7 @@ def sums_finisher(
                         values = scale_quad(values, scale)
                         if takes_adapters:
                             values = add_quads(values, load_quad_of(low, owner))
-                    total = finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
+                    total = finish_quad(given, row, column, values)
                 else:
                     value = scale_column(sum_elements(at, num_streams, blocks), weight, n, k, column)
                     value = scale_element(value, scale)
@@ -178,13 +180,9 @@ def sums_finisher(
                         if takes_adapters:
                             up += load_sum_of(low_up, owner)
                         value = gated(value, up)
-                    finish(bias, bias_is_f32, residual, out, n, row, column, value)
-            if not is_gated and squares != uint64(0):
-                for i in range(3):  # 8 lanes have 32 columns
-                    total += shuffle_xor_f32(total, uint32(1 << i))
-                if (lane & uint32(7)) == uint32(0) and item < num_items and column < n:
-                    part = uint64(row) * uint64(n >> uint32(5)) + uint64(column >> uint32(5))
-                    memory.store_f32(squares + part * uint64(4), total)
+                    finish(given, row, column, value)
+            if not is_gated:
+                leave_squares(given, total, (lane & uint32(7)) == uint32(0) and item < num_items, row, column)
             if has_own_rows:
                 first_item = uint32(first_item + uint32(WARPS * 32))
             else:
