@@ -136,8 +136,9 @@ def _latents() -> Iterator[Case]:
         yield latent_case("tensor_core", "bf16", 1, 512 - queries, queries, heads, exact=True)
     yield latent_case("tensor_core", "bf16", 2, 1023, 1, 16)
     yield latent_case("hopper", "bf16", 1, 511, 1, 128, exact=True)
-    in_bytes = latent_case("tensor_core", "bf16", 1, 511, 1, 16, exact=True, in_bytes=True)
-    yield replace(in_bytes, scattered_because="every other row of 656 bytes begins within a sector")
+    for tier, heads in (("tensor_core", 16), ("tensor_core", 128), ("hopper", 128)):
+        in_bytes = latent_case(tier, "bf16", 1, 511, 1, heads, exact=True, in_bytes=True)
+        yield replace(in_bytes, scattered_because="every other row of 656 bytes begins within a sector")
     yield latent_case("tensor_core", "bf16", 1, 511, 1, 32, 320, 256, exact=True)
     yield latent_case("hopper", "bf16", 1, 0, 256, 2, exact=True)
     for sizes in ((192, 128), (256, 256), (128, 128)):

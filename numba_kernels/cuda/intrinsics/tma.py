@@ -18,6 +18,7 @@ from numba_kernels.cuda.intrinsics.asm import instruction
 
 fence_shared = instruction("fence.proxy.async.shared::cta;")
 prefetch_map = instruction("prefetch.tensormap [$0];", "", "l")
+prefetch_bytes = instruction("cp.async.bulk.prefetch.L2.global [$0], $1;", "", "l r")  # multiples of 16
 store_commit = instruction("cp.async.bulk.commit_group;")
 
 

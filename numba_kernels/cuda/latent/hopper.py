@@ -7,10 +7,12 @@ each group has half of the value's columns, and group 0 the scores of the even t
     group 0:  Sa = Q Ka^T   Pa = exp2(Sa)             O0 += Pa Va0   O0 += Pb Vb0
     group 1:  Sb = Q Kb^T   O1 += Pa Va1   Pb = exp2(Sb) beside it   O1 += Pb Vb1
 
-Weights go to the other group through shared memory, with the rows' largest scores. Both groups add tile after tile, so
-that their sums are measured from the same largest score. The queries' rotated panel is kept in registers, and its place
-in shared memory takes group 1's weights. A part of a tile (rotated numbers, each group's columns) is given back as soon
-as its last product has read it. https://github.com/deepseek-ai/FlashMLA describes such turns.
+Weights go to the other group through shared memory, with the rows' largest scores: they take the place of the tile's
+rotated numbers, which only scores need. Both groups add tile after tile, so that their sums are measured from the same
+largest score. A part of a tile (rotated numbers, each group's columns) is given back as soon as its last product has
+read it. https://github.com/deepseek-ai/FlashMLA describes such turns.
+
+Rows of fp8 are read and widened by four warps (`hopper_bytes`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
+    address_of,
     shared_address,
     shared_load_4xb32,
     shared_load_b32,
@@ -50,6 +53,7 @@ from numba_kernels.cuda.intrinsics.sync import (
     wait_for_previous_grid,
 )
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, sync_warp
+from numba_kernels.cuda.latent.hopper_bytes import BRINGERS, byte_bringer, has_bytes
 from numba_kernels.cuda.latent.hopper_steps import (
     GROUP_THREADS,
     NUM_KEYS,
@@ -61,7 +65,6 @@ from numba_kernels.cuda.latent.hopper_steps import (
     empty_of,
     find_highest,
     init_barriers,
-    keep_rotated,
     publish,
     raise_largest,
     read_statistics,
@@ -78,35 +81,40 @@ from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation, Tensor
 ARCH = "sm_90a"
 ROTATED = PANEL_COLUMNS  # numbers of a row before its value
 _NO_PAGE = 0xFFFFFFFF
-_WEIGHTS_READY, _WEIGHTS_FREE, _BOTH = 1, 3, 5  # named barriers, the first ones for each group's weights
-_give_registers = set_registers(40, is_more=False)
-_take_registers = set_registers(232, is_more=True)
+_WEIGHTS_READY, _SCORED, _BOTH = 1, 3, 5  # named barriers, the first ones for each group
+_give_registers, _take_registers = set_registers(40, is_more=False), set_registers(232, is_more=True)
+_give_some, _take_some = set_registers(96, is_more=False), set_registers(208, is_more=True)
 _load_queries = tma.load(2)
 
 
-def has_kernel(dtype: str, width: int, value_dim: int) -> bool:
+def has_kernel(dtype: str, width: int, value_dim: int, block_size: int, pages: str) -> bool:
     """Whether rows of these sizes are whole panels, shared out among two groups, which registers hold."""
     halves, rest = divmod(value_dim, 2 * PANEL_COLUMNS)
+    if pages and not has_bytes(dtype, value_dim, block_size):
+        return False
     return dtype != "f32" and width - value_dim == ROTATED and rest == 0 and halves in (1, 2, 4)
 
 
 def map_layouts(
-    dtype: str, width: int, num_rows: int, block_size: int, num_blocks: int
+    dtype: str, width: int, num_rows: int, block_size: int, num_blocks: int, pages: str
 ) -> tuple[tuple[int, TensorMapLayout], ...]:
-    """The maps of q, as rows of all tokens and heads, and of the pages."""
+    """The maps of q, as rows of all tokens and heads, and of the pages unless they are of bytes."""
     queries = TensorMapLayout(dtype, (width, num_rows), (width * 2,), (PANEL_COLUMNS, NUM_ROWS), ROW_BYTES)
+    if pages:
+        return ((0, queries),)
     return (0, queries), (1, page_layout(dtype, width, block_size, 1, num_blocks))
 
 
-def _specialisation(kernel: Any, dtype: str, value_dim: int, block_size: int) -> Specialisation:
-    name = f"latent_hopper_{dtype}_v{value_dim}_b{block_size}"
+def _specialisation(kernel: Any, dtype: str, value_dim: int, block_size: int, pages: str) -> Specialisation:
+    name = f"latent_hopper_{dtype}_v{value_dim}_b{block_size}{f'_{pages}' if pages else ''}"
     constants = {
         "dtype": dtype, "width": ROTATED + value_dim, "value_dim": value_dim, "block_size": block_size,
-        "shared_bytes": LatentPanels(value_dim).shared_bytes,
+        "shared_bytes": LatentPanels(value_dim).shared_bytes, "pages": pages,
     }  # fmt: skip
     pointer = types.CPointer(types.int32)
     arguments = (
-        TENSOR_MAP, TENSOR_MAP, *(types.uint64,) * 3, pointer, pointer, pointer, *(types.uint32,) * 4, types.float32,
+        TENSOR_MAP, types.uint64 if pages else TENSOR_MAP, *(types.uint64,) * 3, *(pointer,) * 3, *(types.uint32,) * 4,
+        types.float32,
     )  # fmt: skip
     return Specialisation(
         name, kernel, arguments, THREADS, min_blocks=1, constants=constants, min_capability=90,
@@ -115,7 +123,7 @@ def _specialisation(kernel: Any, dtype: str, value_dim: int, block_size: int) ->
 
 
 @functools.cache
-def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation:
+def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") -> Specialisation:
     """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
     panels = LatentPanels(value_dim)
     half, count, tile_bytes = panels.half, panels.panels, panels.tile_bytes
@@ -134,13 +142,17 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
     record_columns = tile_shape("f32", value_dim).columns
     pack, pack_weights = pack_bf16 if dtype == "bf16" else pack_f16, weight_packer(dtype, NUM_KEYS)
     pages_a_tile = NUM_KEYS // block_size
-    weights_at, tiles_at, barriers_at, statistics_at, found_at, scratch_at = (
-        panels.weights_at, panels.tiles_at, panels.barriers_at, panels.statistics_at, panels.found_at, panels.scratch_at
+    tiles_at, barriers_at, statistics_at, found_at, scratch_at = (
+        panels.tiles_at, panels.barriers_at, panels.statistics_at, panels.found_at, panels.scratch_at
     )  # fmt: skip
     first_of = (PANEL_BYTES, (1 + half) * PANEL_BYTES)  # a group's columns in a tile
-    weights_of, statistics_of = (weights_at, 0), (statistics_at, statistics_at + 4 * NUM_ROWS)
+    statistics_of = (statistics_at, statistics_at + 4 * NUM_ROWS)
 
+    in_bytes = pages != ""
+    bring_bytes = byte_bringer(value_dim, block_size) if in_bytes else None
     bring_tile, multiply_tile = tile_bringer(value_dim, block_size), tile_multiplier(dtype, value_dim)
+    give_registers, take_registers = (_give_some, _take_some) if in_bytes else (_give_registers, _take_registers)
+    bringers = BRINGERS if in_bytes else 1  # arrivals at a part that is full
     rescale, copy_results = sum_rescaler(sum_count), result_copier(value_dim)
 
     @cuda.jit
@@ -159,8 +171,9 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
         scratch = uint32(shared + uint32(scratch_at))
         if thread == uint32(0):
             tma.prefetch_map(q)
-            tma.prefetch_map(pages)
-            init_barriers(queries_full, landed, full)
+            if not in_bytes:
+                tma.prefetch_map(pages)
+            init_barriers(queries_full, landed, full, bringers)
         sync_block()
         wait_for_previous_grid()
         launch_dependents()
@@ -179,7 +192,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
         group = shuffle_index_b32(uint32(thread >> uint32(7)), uint32(0))
 
         if group == uint32(0):
-            _give_registers()
+            give_registers()
             if thread < uint32(32) and num_tiles > uint32(0):
                 if lane == uint32(0):
                     mbarrier.arrive_expecting(queries_full, uint32(count * PANEL_BYTES))
@@ -189,7 +202,11 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                         uint32(shared + lane * uint32(PANEL_BYTES)), q, queries_full,
                         uint32(lane * uint32(PANEL_COLUMNS)), uint32(first_token * num_heads + first_row),
                     )  # fmt: skip
-                table = uint64(seq) * uint64(table_width)
+            table = uint64(seq) * uint64(table_width)
+            if in_bytes:
+                entries = address_of(block_tables) + table * uint64(4)
+                bring_bytes(pages, tiles, full, entries, first_key, stop, thread)
+            elif thread < uint32(32):
                 written = uint32(seq_len & uint32(block_size - 1))  # of the last page
                 index = uint32(0)
                 while index < num_tiles:
@@ -211,7 +228,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                     )  # fmt: skip
                     index = uint32(index + uint32(1))
         else:
-            _take_registers()
+            take_registers()
             own = uint32(group - uint32(1))
             warp = uint32((thread >> uint32(5)) & uint32(3))
             # A lane's accumulators belong to two rows, `upper` and eight below it, and to two neighbouring columns.
@@ -219,8 +236,6 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
             column = uint32((lane & uint32(3)) * uint32(2))
             scores = cuda.local.array(score_count, float32)
             weights = cuda.local.array(weight_count, uint32)
-            rotated = cuda.local.array(16, uint32)
-            four = cuda.local.array(4, uint32)
             sums = cuda.local.array(sum_count, float32)
             largest = cuda.local.array(2, float32)
             highest = cuda.local.array(2, float32)
@@ -241,9 +256,6 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
             both = uint32(2 * GROUP_THREADS)
             if num_tiles > uint32(0):
                 mbarrier.wait(queries_full, uint32(0))
-                keep_rotated(rotated, four, shared, warp, lane)
-                sync_named(uint32(_BOTH), both)  # from here on the rotated panel's place has group 1's weights
-            arrive_named(uint32(uint32(_WEIGHTS_FREE + 1) - own), both)
 
             index = uint32(0)
             while index < num_tiles:
@@ -253,15 +265,14 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                 key = uint32(first_key + index * uint32(NUM_KEYS))
                 has_odd = uint32(index + uint32(1)) < num_tiles
                 if own == uint32(0):
-                    multiply_tile(scores, rotated, shared, even_tile, even_full, phase)
-                    release(empty_of(even_full), lane)
+                    multiply_tile(scores, shared, even_tile, even_full, phase)
                     scale_and_hide(scores, scale, key, shortest_end, ends, column)
                     find_highest(scores, largest, highest)
                     raise_largest(largest, totals, factors, highest)
                     weigh(scores, largest, totals)
                     pack_weights(weights, scores)
-                    sync_named(uint32(_WEIGHTS_FREE), both)
-                    publish(weights, largest, shared, uint32(weights_of[0]), uint32(statistics_of[0]), upper, lane)
+                    sync_named(uint32(_SCORED), uint32(GROUP_THREADS))
+                    publish(weights, largest, even_tile, uint32(shared + uint32(statistics_of[0])), upper, lane)
                     arrive_named(uint32(_WEIGHTS_READY), both)
                     rescale(sums, factors)
                     add_own(sums, weights, describe_values(uint32(even_tile + uint32(first_of[0]))), uint32(1))
@@ -274,14 +285,13 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                         rescale(sums, factors)
                         mbarrier.wait(uint32(odd_full + uint32(8)), phase)
                         values = describe_values(uint32(odd_tile + uint32(first_of[0])))
-                        add_other(sums, describe(uint32(shared + uint32(weights_of[1]))), values, uint32(1))
+                        add_other(sums, describe(odd_tile), values, uint32(1))
                         wait_for_sums(sums)
+                        release(empty_of(odd_full), lane)
                         release(uint32(empty_of(odd_full) + uint32(8)), lane)
-                        arrive_named(uint32(_WEIGHTS_FREE + 1), both)
                 else:
                     if has_odd:
-                        multiply_tile(scores, rotated, shared, odd_tile, odd_full, phase)
-                        release(empty_of(odd_full), lane)
+                        multiply_tile(scores, shared, odd_tile, odd_full, phase)
                         scale_and_hide(scores, scale, uint32(key + uint32(NUM_KEYS)), shortest_end, ends, column)
                     sync_named(uint32(_WEIGHTS_READY), both)
                     read_statistics(uint32(shared + uint32(statistics_of[0])), upper, highest)
@@ -289,18 +299,18 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                     rescale(sums, factors)
                     mbarrier.wait(uint32(even_full + uint32(16)), phase)
                     values = describe_values(uint32(even_tile + uint32(first_of[1])))
-                    add_other(sums, describe(uint32(shared + uint32(weights_of[0]))), values, uint32(1))
+                    add_other(sums, describe(even_tile), values, uint32(1))
                     if has_odd:
                         find_highest(scores, largest, highest)
                         raise_largest(largest, totals, factors, highest)
                         weigh(scores, largest, totals)
                         pack_weights(weights, scores)
-                        sync_named(uint32(_WEIGHTS_FREE + 1), both)
-                        publish(weights, largest, shared, uint32(weights_of[1]), uint32(statistics_of[1]), upper, lane)
+                        sync_named(uint32(_SCORED + 1), uint32(GROUP_THREADS))
+                        publish(weights, largest, odd_tile, uint32(shared + uint32(statistics_of[1])), upper, lane)
                         arrive_named(uint32(_WEIGHTS_READY + 1), both)
                     wait_for_sums(sums)
+                    release(empty_of(even_full), lane)
                     release(uint32(empty_of(even_full) + uint32(16)), lane)
-                    arrive_named(uint32(_WEIGHTS_FREE), both)
                     if has_odd:
                         rescale(sums, factors)
                         values = describe_values(uint32(odd_tile + uint32(first_of[1])))
@@ -308,7 +318,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                         wait_for_sums(sums)
                         release(uint32(empty_of(odd_full) + uint32(16)), lane)
                 index = uint32(index + uint32(2))
-            sync_named(uint32(uint32(_WEIGHTS_FREE) + own), both)  # the last arrival is met
+            sync_named(uint32(_BOTH), both)  # both have read the last largest scores
 
             # Each group has its own part of a row's sum.
             own_statistics = uint32(shared + uint32(statistics_at) + own * uint32(4 * NUM_ROWS))
@@ -354,4 +364,4 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int) -> Specialisation
                 sync_warp()
                 copy_results(own_queries, out, uint32(first_token * num_heads), first_row, rows, own, warp, lane)
 
-    return _specialisation(kernel, dtype, value_dim, block_size)
+    return _specialisation(kernel, dtype, value_dim, block_size, pages)

@@ -25,7 +25,6 @@ from numba_kernels.cuda.intrinsics.memory import (
     shared_store_f32,
     store_4xb32,
 )
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, put_4
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, sync_warp
 
 NUM_ROWS, NUM_KEYS = 64, 64
@@ -40,8 +39,8 @@ _describe = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class LatentPanels:
-    """Shared memory of a block, in bytes from an aligned beginning: queries, group 0's weights, two tiles, barriers,
-    largest scores and sums, for `part_finder`."""
+    """Shared memory of a block, in bytes from an aligned beginning: queries, two tiles, barriers, largest scores and
+    sums, for `part_finder`."""
 
     value_dim: int
 
@@ -55,12 +54,8 @@ class LatentPanels:
         return 1 + 2 * self.half
 
     @property
-    def weights_at(self) -> int:
-        return self.panels * PANEL_BYTES
-
-    @property
     def tiles_at(self) -> int:
-        return self.weights_at + PANEL_BYTES
+        return self.panels * PANEL_BYTES
 
     @property
     def tile_bytes(self) -> int:
@@ -138,10 +133,8 @@ def weigh(scores, largest, totals):
 
 
 @device_function
-def publish(weights, largest, shared, target, statistics, upper, lane):
+def publish(weights, largest, target, statistics, upper, lane):
     """The group's weights and largest scores, for the other group."""
-    target = uint32(shared + target)
-    statistics = uint32(shared + statistics)
     flip = uint32(upper & uint32(7))
     for row in range(2):
         place = uint32(target + uint32(upper + uint32(8 * row)) * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4))
@@ -166,25 +159,13 @@ def release(barrier, lane):
 
 
 @device_function
-def init_barriers(queries_full, landed, full):
+def init_barriers(queries_full, landed, full, bringers):
     mbarrier.init(queries_full, uint32(1))
     mbarrier.init(landed, uint32(1))
     for i in range(2 * PARTS):
-        mbarrier.init(uint32(full + uint32(8 * i)), uint32(1))
+        mbarrier.init(uint32(full + uint32(8 * i)), uint32(bringers))
         mbarrier.init(uint32(empty_of(full) + uint32(8 * i)), uint32(4))
     mbarrier.fence_init()
-
-
-@device_function
-def keep_rotated(rotated, four, shared, warp, lane):
-    """The queries' rotated panel, in registers as the left operand."""
-    row = uint32(warp * uint32(16) + (lane & uint32(15)))
-    for step in range(4):
-        chunk = uint32(uint32(2 * step) + (lane >> uint32(4)))
-        at = uint32(shared + row * uint32(ROW_BYTES) + (chunk ^ (row & uint32(7))) * uint32(16))
-        put_4(four, load_matrix_x4(at))
-        for j in range(4):
-            rotated[4 * step + j] = four[j]
 
 
 @functools.cache
@@ -235,20 +216,20 @@ def tile_bringer(value_dim: int, block_size: int) -> Any:
 
 @functools.cache
 def tile_multiplier(dtype: str, value_dim: int) -> Any:
-    """A device function ``(scores, rotated, queries, tile, full, phase)``: 64 rows of queries by a tile of keys."""
+    """A device function ``(scores, queries, tile, full, phase)``: 64 rows of queries by a tile of keys."""
     half = LatentPanels(value_dim).half
     steps = tuple(
         32 if (i + 1) % 4 else PANEL_BYTES - 96 for i in range(4 * half - 1)
     )  # bytes from 16 columns to the next, over panels
-    multiply_rotated = wgmma.group_multiply(dtype, NUM_KEYS, 4, 0, 32, a_in_registers=True, is_fresh=True)
+    multiply_rotated = wgmma.group_multiply(dtype, NUM_KEYS, 4, 32, 32, is_fresh=True)
     multiply_half = wgmma.group_multiply(dtype, NUM_KEYS, 4 * half, steps, steps)
     wait_for_scores = wgmma.group_wait(0, _SCORES)
 
     @device_function
-    def multiply_tile(scores, rotated, queries, tile, full, phase):
+    def multiply_tile(scores, queries, tile, full, phase):
         """The scores of a tile, part after part as they come."""
         mbarrier.wait(full, phase)
-        multiply_rotated(scores, rotated, _describe(tile))
+        multiply_rotated(scores, _describe(queries), _describe(tile))
         for part in range(2):
             mbarrier.wait(uint32(full + uint32(8 * (1 + part))), phase)
             first = (1 + part * half) * PANEL_BYTES

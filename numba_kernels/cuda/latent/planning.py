@@ -13,7 +13,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 ROW_MULTIPLE = 8
 TIERS = ("plain", "tensor_core", "hopper")
-_FEW_ROWS = 48  # of a sequence, up to which tiles of 16 are bound by memory
+_FEW_ROWS = {"": 48, "e4m3": 16}  # of a sequence, up to which tiles of 16 take no longer, by pages
 _WAVES = 2  # of blocks, where one cannot hold them
 _MOST_WAVES = 4  # of tiles of rows, beyond which sequences stay whole: their records would take gigabytes
 
@@ -143,20 +143,20 @@ def plan_attention(
     """
     sizes, num_rows = (num_heads, table_width, num_seqs), max_query_len * num_heads
     tiles = tensor_core.choose_tiles(dtype, width, value_dim, most_shared, pages)
-    is_for_hopper = arch == hopper.ARCH and num_blocks is not None and not pages
-    is_for_hopper = is_for_hopper and hopper.has_kernel(dtype, width, value_dim)
+    is_for_hopper = arch == hopper.ARCH and num_blocks is not None
+    is_for_hopper = is_for_hopper and hopper.has_kernel(dtype, width, value_dim, block_size, pages)
     if tier is None:
         tier = "plain" if tiles is None else "tensor_core"
-        if is_for_hopper and num_rows > _FEW_ROWS and not exact:
+        if is_for_hopper and num_rows > _FEW_ROWS[pages] and not exact:
             tier = "hopper"
     if tier == "plain":
         plain_kernel = plain.latent_float32(dtype, width, value_dim, block_size, pages)
         grid = max_query_len, -(-num_heads // plain.HEADS), num_seqs
         return LatentPlan(tier, Launch(plain_kernel, grid, (plain.THREADS, 1, 1)), *sizes)
     if tier == "hopper" and is_for_hopper and num_blocks is not None:
-        kernel, tile_rows = hopper.latent_hopper(dtype, value_dim, block_size), hopper_steps.NUM_ROWS
+        kernel, tile_rows = hopper.latent_hopper(dtype, value_dim, block_size, pages), hopper_steps.NUM_ROWS
         shared_bytes = hopper_steps.LatentPanels(value_dim).shared_bytes
-        maps = hopper.map_layouts(dtype, width, num_tokens * num_heads, block_size, num_blocks)
+        maps = hopper.map_layouts(dtype, width, num_tokens * num_heads, block_size, num_blocks, pages)
     elif tier == "tensor_core" and tiles is not None:
         kernel, tile_rows = tensor_core.latent_tensor_core(tiles, block_size), tensor_core.NUM_ROWS
         shared_bytes, maps = tiles.shared_bytes, ()
@@ -203,5 +203,6 @@ def specialisations() -> Iterator[Specialisation]:
                     yield tensor_core.latent_tensor_core(tiles, 16)
             if not any(found) or dtype == "bf16":
                 yield plain.latent_float32(dtype, width, value_dim, 16)
-            if hopper.has_kernel(dtype, width, value_dim):
-                yield hopper.latent_hopper(dtype, value_dim, 16)
+            for pages in ("", "e4m3") if dtype == "bf16" else ("",):
+                if hopper.has_kernel(dtype, width, value_dim, 16, pages):
+                    yield hopper.latent_hopper(dtype, value_dim, 16, pages)

@@ -126,7 +126,7 @@ TABLE = Table(
     Form("cp.async.bulk.wait_group", "read?", "", "# read:1", "bulk_wait"),
     Form("cp.async.bulk.tensor cp.reduce.async.bulk.tensor", lower=tensor_copy.lower_tensor),
     Form("prefetch.tensormap", "", "", "[]", "tensor_map_prefetch"),
-    Form("prefetch.global.L2", "", "", "-"),
+    Form("prefetch.global.L2 cp.async.bulk.prefetch.L2.global", "", "", "- -?"),
     Form("tensormap.replace.tile", lower=tensor_copy.lower_replace),
     Form(PUBLISHED, f"{SCOPES} sync aligned", "", "[] [] 128", "tensor_map_publish"),
     # tensor cores
