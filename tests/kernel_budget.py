@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from runtime.device import gpu as gpus
+from runtime.device.kernel_cache import default_folder
+
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
     from runtime.device.gpu import Gpu
@@ -23,6 +26,7 @@ MOST_KERNELS = 255
 """Names of kernels, each of which Numba compiles once for all architectures. A run of all had 253 on 2026-11-30, after
 `hopper_few`, with and without adapters, came beside `skinny`."""
 DEFAULT = "not exhaustive"
+LASTING = default_folder()
 
 
 @dataclass(slots=True)
@@ -38,6 +42,9 @@ class Loaded:
         before, began = gpu.kernel_cache.num_compiled, time.thread_time()
         kernel = load(gpu, specialisation)
         if gpu.kernel_cache.num_compiled > before:
+            folders = LASTING, default_folder()
+            is_old = gpus._opened.get(gpu.device.type) is gpu and gpu.kernel_cache.folder not in folders
+            assert not is_old, f"a test has opened {gpu.device} with a folder of its own: all kernels are compiled anew"
             self.num_compiled += 1
             self.cpu_s += time.thread_time() - began
         return kernel

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from runtime.cli import app
 from runtime.commands import info_report
 from runtime.commands.info_report import devices
+from runtime.device import gpu
 from runtime.device.driver import Driver
 from runtime.device.errors import NoDriverError
 from runtime.device.kernel_cache import KernelCache
@@ -25,6 +26,7 @@ from tests.runtime.device.fake_driver import FakeDriver
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu, "_opened", {})  # devices that are opened now keep their kernels there
     return tmp_path / "xserv" / "kernels"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import models.demo
 from models.errors import ConfigError
+from runtime.device import gpu
 from runtime.device.errors import CompileError
 from runtime.device.kernel_cache import KernelCache
 from runtime.engine.config import EngineConfig
@@ -27,6 +28,7 @@ FAMILY = Wanted(arch="sm_90a", is_ptx=True, match="add_embedding_f32")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu, "_opened", {})  # devices that are opened now keep their kernels there
     return tmp_path / "xserv" / "kernels"
 
 
