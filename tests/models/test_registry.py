@@ -46,6 +46,13 @@ GPT_NEOX = load_golden("gpt_neox_odd")
 IDS = [5, 1, 60, 2, 2, 33]
 
 
+def test_the_package_hands_on_its_names() -> None:
+    for name in models.__all__:
+        assert getattr(models, name).__name__ == name
+    with pytest.raises(ImportError, match="nothing"):
+        from models import nothing  # noqa: F401
+
+
 def test_what_a_loaded_model_says_of_itself(tmp_path: Path) -> None:
     model = load_model(str(write_model(tmp_path, LLAMA, "BF16")))
     assert isinstance(model, LlamaModel)
