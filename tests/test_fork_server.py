@@ -11,7 +11,7 @@ import pytest
 from runtime.engine.process.main import EXIT_SERVER_GONE
 from runtime.engine.process.spawning import connected_process
 from runtime.own_packages import python_module
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 LIGHT = python_module("tests.runtime.engine.light_engine")
 
@@ -26,7 +26,7 @@ def test_a_process_is_forked_unless_an_import_has_read_what_changed(
     connection, process = connected_process(LIGHT)
     child = psutil.Process(process.pid)
     assert child.ppid() == os.getpid()
-    assert module in child.cmdline()
+    wait_until(lambda: module in child.cmdline())
     assert process.poll() is None
     for each in (before, (connection, process)):
         each[0].close()
