@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 44_186,
+    "numba_kernels": 44_543,
     "runtime/emulator": 16_989,
     "runtime/device": 3_911,
     "runtime/tensor": 1_820,
@@ -43,9 +43,7 @@ OF_OTHERS = ROOT / "server" / "page" / "vendor"
 
 MOST_FILES = 25  # of a folder
 MOST_FUNCTION_LINES, MOST_KERNEL_LINES = 150, 250
-LONG_KERNELS = {
-    "decode_tensor_core", "flash_tensor_core", "skinny", "mixed_input", "flash_hopper",
-}  # fmt: skip
+LONG_KERNELS = {"decode_tensor_core", "skinny", "mixed_input"}
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]

@@ -121,6 +121,55 @@ def _copying(
 
 
 @functools.cache
+def _products(rows: int, keys: int, columns: int, pitches: tuple[int, int, int], steps: int) -> tuple[Any, Any]:
+    """Device functions ``score(scores, q_place, k_place)``, a thread's scores of so many rows and keys over `steps`
+    times 4 columns, and ``add_values(sums, p_place, v_place)``: weights of 16 `keys` times `columns` columns. Pitches
+    are those of a row of queries and keys, of weights, and of values."""
+    pitch, p_pitch, value_pitch = pitches
+
+    @device_function
+    def score(scores, q_place, k_place):
+        operands = cuda.local.array((rows, 4), float32)
+        for r in range(rows):
+            for j in range(keys):
+                scores[r, j] = float32(0)
+        at = uint32(0)
+        while at < uint32(steps * 16):
+            for r in range(rows):
+                four = shared_load_4xf32(uint32(q_place + at + uint32(r * pitch)))
+                for i in range(4):
+                    operands[r, i] = four[i]
+            for j in range(keys):
+                a, b, c, d = shared_load_4xf32(uint32(k_place + at + uint32(j * 16 * pitch)))
+                for r in range(rows):
+                    score = scores[r, j] + operands[r, 0] * a
+                    score = score + operands[r, 1] * b
+                    score = score + operands[r, 2] * c
+                    scores[r, j] = score + operands[r, 3] * d
+            at = uint32(at + uint32(16))
+
+    @device_function
+    def add_values(sums, p_place, v_place):
+        operands = cuda.local.array((rows, 4), float32)
+        four = uint32(0)
+        while four < uint32(keys * 4):
+            for r in range(rows):
+                weights = shared_load_4xf32(uint32(p_place + four * uint32(16) + uint32(r * p_pitch)))
+                for i in range(4):
+                    operands[r, i] = weights[i]
+            for i in range(4):
+                for c in range(columns):
+                    value = shared_load_f32(
+                        uint32(v_place + four * uint32(4 * value_pitch) + uint32(i * value_pitch + 64 * c))
+                    )
+                    for r in range(rows):
+                        sums[r, c] = sums[r, c] + operands[r, i] * value
+            four = uint32(four + uint32(1))
+
+    return score, add_values
+
+
+@functools.cache
 def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
     """Grid: (tiles of the longest chunk's rows, KV heads, sequences), or where split (parts of all sequences, as
     `parts` bounds them; KV heads). Two sizes are of expanded rows."""
@@ -144,6 +193,7 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
     v_offset = k_offset + keys * pitch
     p_offset = v_offset + keys * value_pitch
     p_pitch = weights_pitch(head_dim, is_split)
+    score, add_values = _products(own_rows, own_keys, own_columns, (pitch, p_pitch, value_pitch), columns // 4)
     find = row_finder(tile_rows, keys, THREADS, is_split, variant.has_window)
     bound = key_bounds(keys, is_split, variant.has_window)
     q_offset = scratch_bytes(THREADS) if is_split else 0
@@ -196,7 +246,6 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
         totals = cuda.local.array(own_rows, float32)
         scores = cuda.local.array((own_rows, own_keys), float32)
         sums = cuda.local.array((own_rows, own_columns), float32)
-        operands = cuda.local.array((own_rows, 4), float32)
         for r in range(own_rows):
             token = divide_u32(uint32(first_row + own_row + uint32(r)), share)
             ends[r] = end_of(bidirectional_until, first_token, seq_len, query_len, token, window, wanted)
@@ -230,26 +279,7 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
             following = uint32(key + uint32(keys))
             page = locate(block_tables, table, following, seen, stop, num_kv_heads, thread)
 
-            for r in range(own_rows):
-                for j in range(own_keys):
-                    scores[r, j] = float32(0)
-            at = uint32(0)
-            while at < uint32(columns * 4):
-                for r in range(own_rows):
-                    a, b, c, d = shared_load_4xf32(uint32(q_place + at + uint32(r * pitch)))
-                    operands[r, 0] = a
-                    operands[r, 1] = b
-                    operands[r, 2] = c
-                    operands[r, 3] = d
-                for j in range(own_keys):
-                    a, b, c, d = shared_load_4xf32(uint32(k_place + at + uint32(j * 16 * pitch)))
-                    for r in range(own_rows):
-                        score = scores[r, j] + operands[r, 0] * a
-                        score = score + operands[r, 1] * b
-                        score = score + operands[r, 2] * c
-                        scores[r, j] = score + operands[r, 3] * d
-                at = uint32(at + uint32(16))
-
+            score(scores, q_place, k_place)
             for r in range(own_rows):
                 largest = maxima[r]
                 own_end = ends[r]
@@ -257,11 +287,10 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
                     own_end = own_ends[r]
                 for j in range(own_keys):
                     place = uint32(key + tx + uint32(16 * j))
-                    score = scaled(scores[r, j], scale)
+                    scores[r, j] = scaled(scores[r, j], scale)
                     if outside(place, ends[r], own_end, window):
-                        score = MINUS_INFINITY
-                    scores[r, j] = score
-                    largest = maximum_f32(largest, score)
+                        scores[r, j] = MINUS_INFINITY
+                    largest = maximum_f32(largest, scores[r, j])
                 largest = group_max(largest, 16)
                 origin = origin_of(largest)
                 factor = exp2(subtract(maxima[r], origin))
@@ -280,22 +309,7 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
             if following < stop:
                 copy_keys(k_tile, k_column, k_scales, page, following, seen, stop, thread)
             copy_async_commit()
-            four = uint32(0)
-            while four < uint32(keys // 4):
-                for r in range(own_rows):
-                    a, b, c, d = shared_load_4xf32(uint32(p_place + four * uint32(16) + uint32(r * p_pitch)))
-                    operands[r, 0] = a
-                    operands[r, 1] = b
-                    operands[r, 2] = c
-                    operands[r, 3] = d
-                for i in range(4):
-                    for c in range(own_columns):
-                        value = shared_load_f32(
-                            uint32(v_place + four * uint32(4 * value_pitch) + uint32(i * value_pitch + 64 * c))
-                        )
-                        for r in range(own_rows):
-                            sums[r, c] = sums[r, c] + operands[r, i] * value
-                four = uint32(four + uint32(1))
+            add_values(sums, p_place, v_place)
             key = following
 
         if is_expanded:

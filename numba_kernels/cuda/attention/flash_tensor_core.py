@@ -22,52 +22,53 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
+from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
 from numba_kernels.cuda.attention import segments
+from numba_kernels.cuda.attention.flash_parts import (
+    NUM_WARPS,
+    Form,
+    Held,
+    form_of,
+    lane_places,
+    row_stager,
+    rows_starter,
+    score_multiplier,
+    score_weigher,
+    scores_masker,
+    scores_scaler,
+    value_multiplier,
+)
 from numba_kernels.cuda.attention.online_softmax import (
-    MINUS_INFINITY,
     group_sum,
-    load_sink,
-    origin_of,
-    reciprocal_of,
-    score_scaler,
-    share_of_keys,
-    subtract,
 )
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
-    is_outside,
     key_tile_copier,
     output_tile_copier,
     query_tile_copier,
     scale_copier,
-    sink_head,
     tile_shape,
     visible_end,
     visible_first,
 )
-from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_commit,
     copy_async_wait,
     shared_address,
-    shared_load_2xf32,
-    shared_store_2xb32,
-    shared_store_b32,
 )
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, product_adder, put_4
+from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, put_4
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import lane_index
 from numba_kernels.cuda.kv_cache import check_pages
-from numba_kernels.cuda.quantised_pages import column_exchanger, fragment_unpacker, page_factor
+from numba_kernels.cuda.quantised_pages import column_exchanger
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
-NUM_WARPS = 4
 THREADS = NUM_WARPS * 32
 
 _wait_for_copies = copy_async_wait(0)
@@ -110,6 +111,38 @@ def plan_expanded(dtype: str, qk_dim: int, v_dim: int, *, query_len: int, num_he
     return launch, segments.state_bytes(tiles * num_heads * strips, sums, 2, THREADS)
 
 
+def _copiers(form: Form, qk_dim: int, v_dim: int, block_size: int) -> tuple[tuple[Any, Any], Any, Any, Any, Any]:
+    """Device functions that bring tiles of keys and of values: their columns' (`key_tile_copier`), the scales'
+    (`scale_copier`), ``locate``, of the places of both, and ``copy(tile, column, scales, offset, first_key, seen,
+    end_key, thread)`` of each."""
+    dtype, keys, variant = form.dtype, form.keys, form.variant
+    source, has_scales, has_window = variant.pages or dtype, variant.pages != "", variant.has_window
+    head_dim, pair, is_even, scales_offset = max(qk_dim, v_dim), qk_dim + v_dim, qk_dim == v_dim, keys * form.key_pitch
+    column_of, locate_keys, copy_rows = key_tile_copier(source, head_dim, block_size, keys, THREADS, has_window)
+    value_column_of, locate_values, copy_value_rows = column_of, locate_keys, copy_rows
+    if variant.is_expanded:
+        column_of, locate_keys, copy_rows = segments.row_copier(dtype, qk_dim, pair, keys, THREADS)
+        value_column_of, locate_values, copy_value_rows = segments.row_copier(dtype, v_dim, pair, keys, THREADS)
+    scales_of, copy_scales = scale_copier(source, head_dim, block_size, keys, THREADS, has_window)
+
+    @device_function
+    def locate(block_tables, table, key, seen, end_key, num_kv_heads, thread):
+        page = locate_keys(block_tables, table, key, seen, end_key, num_kv_heads, thread)
+        value_page = page
+        if not is_even:
+            value_page = locate_values(block_tables, table, key, seen, end_key, num_kv_heads, thread)
+        return page, value_page
+
+    @device_function
+    def copy_pages(tile, column, scales, offset, first_key, seen, end_key, thread):
+        copy_rows(tile, column, offset, first_key, seen, end_key, thread)
+        if has_scales:
+            copy_scales(uint32(tile + uint32(scales_offset)), scales, offset, first_key, seen, end_key, thread)
+
+    copiers = (copy_rows, copy_value_rows) if variant.is_expanded else (copy_pages, copy_pages)
+    return (column_of, value_column_of), scales_of, locate, *copiers
+
+
 @functools.cache
 def flash_tensor_core(
     dtype: str, qk_dim: int, v_dim: int, block_size: int, tile_rows: int, variant: Variant
@@ -119,55 +152,29 @@ def flash_tensor_core(
     head_dim, is_even, is_expanded = max(qk_dim, v_dim), qk_dim == v_dim, variant.is_expanded
     check_pages(head_dim, block_size, dtype)
     keys = num_keys(head_dim)
-    shape = tile_shape(dtype, qk_dim)
-    columns, pitch = shape.columns, shape.pitch
-    value_columns, result_pitch = tile_shape(dtype, v_dim).columns, tile_shape(dtype, v_dim).pitch
-    warp_rows = tile_rows // NUM_WARPS
-    strips = warp_rows // 16  # of 16 rows: a warp's tiles along the rows
-    steps = columns // 16  # of the tensor core along the head dim
-    key_tiles, value_tiles = keys // 8, value_columns // 8
-    # Tiles loaded at once: four tiles of bytes, or two of 16 bits.
-    key_fours, value_fours = (key_tiles // 4, -(-value_tiles // 4)) if variant.pages else (0, 0)
-    key_pairs, value_pairs = (0, 0) if variant.pages else (key_tiles // 2, value_tiles // 2)
-    keeps_queries = columns * strips <= 128  # in registers; else they are read again for each tile of keys
+    form = form_of(dtype, qk_dim, v_dim, tile_rows, keys, variant)
+    strips, steps, key_tiles, value_tiles = form.strips, form.steps, form.key_tiles, form.value_tiles
+    pitch, key_pitch, result_pitch = form.pitch, form.key_pitch, form.result_pitch
+    keeps_queries, warp_rows = form.keeps_queries, 16 * strips
     query_registers = steps if keeps_queries else 1
-    add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
+    multiply_queries, scale_scores, mask_scores = score_multiplier(form), scores_scaler(form), scores_masker(form)
+    weigh, multiply_values, stage_rows = score_weigher(form), value_multiplier(form), row_stager(form)
     pages, has_scales = variant.pages, variant.pages != ""
-    key_pitch, value_pitch = tile_shape(pages or dtype, qk_dim).pitch, tile_shape(pages or dtype, v_dim).pitch
-    column_of, locate, copy_rows = key_tile_copier(
-        pages or dtype, head_dim, block_size, keys, THREADS, variant.has_window
-    )
-    value_column_of, locate_values, copy_value_rows = column_of, locate, copy_rows
-    if is_expanded:
-        column_of, locate, copy_rows = segments.row_copier(dtype, qk_dim, qk_dim + v_dim, keys, THREADS)
-        value_column_of, locate_values, copy_value_rows = segments.row_copier(
-            dtype, v_dim, qk_dim + v_dim, keys, THREADS
-        )
-    scales_of, copy_scales = scale_copier(pages or dtype, head_dim, block_size, keys, THREADS, variant.has_window)
+    (column_of, value_column_of), scales_of, locate, copy_keys, copy_values = _copiers(form, qk_dim, v_dim, block_size)
     scales_offset = keys * key_pitch
-    unpack = fragment_unpacker(pages or "s8", dtype, 4)
-    exchange = column_exchanger(tile_rows, columns, pitch, THREADS)
-    factor = float32(page_factor(pages, dtype) if pages else 1)
+    exchange = column_exchanger(tile_rows, 16 * steps, pitch, THREADS)
     copy_queries = query_tile_copier(dtype, qk_dim, tile_rows, THREADS)
     copy_out = output_tile_copier(dtype, v_dim, warp_rows, 32)
     tile_bytes = _tile_bytes(dtype, head_dim, pages)
     is_double = num_stages(head_dim) == 2
     k_offset = tile_rows * pitch
     v_offset = k_offset + num_stages(head_dim) * tile_bytes
-    has_window, has_sinks, has_spans = variant.has_window, variant.has_sinks, variant.has_spans
-    end_of, outside = segments.end_finder_of(variant), is_outside(has_window)
+    has_window, has_spans = variant.has_window, variant.has_spans
+    end_of = segments.end_finder_of(variant)
     carry = segments.results_carrier(2, 2 * value_tiles, "paired", THREADS, is_expanded)
     writes, pair_bytes = segments.writes_out(is_expanded), uint32((qk_dim + v_dim) * 2)
     span_strips = strips if has_spans else 1
-    scaled = score_scaler(variant.softcap)
-
-    @device_function
-    def copy_pages(tile, column, scales, offset, first_key, seen, end_key, thread):
-        copy_rows(tile, column, offset, first_key, seen, end_key, thread)
-        if has_scales:
-            copy_scales(uint32(tile + uint32(scales_offset)), scales, offset, first_key, seen, end_key, thread)
-
-    copy_keys, copy_values = (copy_rows, copy_value_rows) if is_expanded else (copy_pages, copy_pages)
+    start_rows, places_of = rows_starter(form), lane_places(form)
 
     @cuda.jit
     def kernel(
@@ -209,19 +216,7 @@ def flash_tensor_core(
         own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80
         own_row = uint32(first_row + warp * uint32(warp_rows))
         own_q_tile = uint32(q_tile + uint32(warp * uint32(warp_rows * pitch)))
-        # A lane's ldmatrix addresses: queries and values by rows of 16, keys by rows of 8 and halves.
-        row_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
-        # Keys of bytes: by rows of 32, a step of the tensor core each.
-        value_place = uint32((lane & uint32(15)) * uint32(value_pitch) + (lane >> uint32(4)) * uint32(16))
-        key_place = uint32(
-            ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(pitch)
-            + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
-        )
-        if has_scales:
-            key_place = uint32(lane * uint32(key_pitch))
-        q_place = uint32(own_q_tile + row_place)
-        k_place = uint32(k_tile + key_place)
-        v_place = uint32(v_tile + value_place)
+        q_place, k_place, v_place = places_of(own_q_tile, k_tile, v_tile, lane)
         # A lane's accumulators belong to two rows of each strip, eight apart, and to two neighbouring columns.
         upper = uint32(lane >> uint32(2))
         column = uint32((lane & uint32(3)) * uint32(2))
@@ -235,24 +230,10 @@ def flash_tensor_core(
         maxima = cuda.local.array((strips, 2), float32)
         totals = cuda.local.array((strips, 2), float32)
         factors = cuda.local.array((strips, 2), float32)
-        if has_scales:
-            words = cuda.local.array(4, uint32)
-            pairs = cuda.local.array(8, uint32)
-            room = cuda.local.array(1, uint32)
-        for m in range(strips):
-            for h in range(2):
-                row = uint32(own_row + upper + uint32(16 * m + 8 * h))
-                ends[m, h] = end_of(
-                    bidirectional_until, first_token, seq_len, query_len, divide_u32(row, share), window,
-                    workspace_columns,
-                )  # fmt: skip
-                if has_spans:
-                    own_ends[m, h] = visible_end(seq_len, query_len, divide_u32(row, share))
-                maxima[m, h] = MINUS_INFINITY
-                totals[m, h] = float32(0)
-            for i in range(value_tiles):
-                for j in range(4):
-                    sums[m, i, j] = float32(0)
+        words, pairs, room = cuda.local.array(4, uint32), cuda.local.array(8, uint32), cuda.local.array(1, uint32)
+        held = Held(queries, weights, scores, sums, ends, own_ends, maxima, totals, factors, words, pairs, room)
+        chunk = bidirectional_until, first_token, seq_len, query_len, window, workspace_columns
+        start_rows(held, chunk, uint32(own_row + upper), share)
 
         key = uint32(0)
         seen = uint32(0)
@@ -269,15 +250,9 @@ def flash_tensor_core(
         if is_expanded:
             k_scale = uint64(uint32(num_kv_heads * pair_bytes))
             v_scale = k_scale
-        page = locate(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
-        value_page = page
-        if not is_even:
-            value_page = locate_values(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
+        page, value_page = locate(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
         following = uint32(key + uint32(keys))
-        next_page = locate(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
-        next_value_page = next_page
-        if not is_even:
-            next_value_page = locate_values(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
+        next_page, next_value_page = locate(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
         copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
         copy_keys(k_tile, k_column, k_scale, page, key, seen, longest_end, thread)
         if is_double:
@@ -309,83 +284,12 @@ def flash_tensor_core(
                 copy_values(v_tile, v_column, v_scale, value_page, key, seen, longest_end, thread)
             copy_async_commit()
 
-            for m in range(strips):
-                for i in range(key_tiles):
-                    for j in range(4):
-                        scores[m, i, j] = float32(0)
-            for step in range(steps):
-                if not keeps_queries:
-                    for m in range(strips):
-                        put_4(queries[m, 0], load_matrix_x4(uint32(q_place + uint32(m * 16 * pitch + step * 32))))
-                at = step if keeps_queries else 0
-                if has_scales:
-                    for four in range(key_fours):
-                        put_4(words, load_matrix_x4(uint32(k_place + odd + uint32(four * 32 * key_pitch + step * 16))))
-                        unpack(pairs, words, room)
-                        for m in range(strips):
-                            query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
-                            for each in range(4):
-                                i = 4 * four + each
-                                add_product(scores[m, i], query, (pairs[2 * each], pairs[2 * each + 1]))
-                for pair in range(key_pairs):
-                    k0, k1, k2, k3 = load_matrix_x4(uint32(k_place + odd + uint32(pair * 16 * pitch + step * 32)))
-                    for m in range(strips):
-                        query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
-                        for side in range(2):
-                            i = 2 * pair + side
-                            half = (k0, k1) if side == 0 else (k2, k3)
-                            add_product(scores[m, i], query, half)
-
-            if has_scales:
-                for i in range(key_tiles):
-                    place = uint32(k_tile + odd + uint32(scales_offset + 32 * i) + column * uint32(4))
-                    a, b = shared_load_2xf32(place)
-                    even_scale, odd_scale = a * factor * scale, b * factor * scale
-                    for m in range(strips):
-                        scores[m, i, 0] = scaled(scores[m, i, 0], even_scale)
-                        scores[m, i, 1] = scaled(scores[m, i, 1], odd_scale)
-                        scores[m, i, 2] = scaled(scores[m, i, 2], even_scale)
-                        scores[m, i, 3] = scaled(scores[m, i, 3], odd_scale)
-            else:
-                for m in range(strips):
-                    for i in range(key_tiles):
-                        for j in range(4):
-                            scores[m, i, j] = scaled(scores[m, i, j], scale)
+            multiply_queries(held, q_place, uint32(k_place + odd))
+            scales_place = uint32(odd + uint32(scales_offset) + column * uint32(4))  # in a tile
+            scale_scores(held, uint32(k_tile + scales_place), scale)
             if following > shortest_end or (has_window and uint32(key + window) < longest_end):
-                for m in range(strips):
-                    for i in range(key_tiles):
-                        for j in range(4):
-                            at_key = uint32(key + column + uint32(8 * i + j % 2))
-                            own_end = ends[m, j // 2]
-                            if has_spans:
-                                own_end = own_ends[m, j // 2]
-                            if outside(at_key, ends[m, j // 2], own_end, window):
-                                scores[m, i, j] = MINUS_INFINITY
-
-            is_larger = uint32(0)
-            for m in range(strips):
-                for h in range(2):
-                    largest = maxima[m, h]
-                    for i in range(key_tiles):
-                        largest = maximum_f32(largest, maximum_f32(scores[m, i, 2 * h], scores[m, i, 2 * h + 1]))
-                    largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(1)))
-                    largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(2)))
-                    origin = origin_of(largest)
-                    factors[m, h] = exp2(subtract(maxima[m, h], origin))
-                    if largest > maxima[m, h]:
-                        is_larger = uint32(1)
-                    maxima[m, h] = largest
-                    total = totals[m, h] * factors[m, h]
-                    for i in range(key_tiles):
-                        for j in range(2):
-                            scores[m, i, 2 * h + j] = exp2(subtract(scores[m, i, 2 * h + j], origin))
-                            total = total + scores[m, i, 2 * h + j]
-                    totals[m, h] = total
-            if or_b32(is_larger) != uint32(0):
-                for m in range(strips):
-                    for i in range(value_tiles):
-                        for j in range(4):
-                            sums[m, i, j] = sums[m, i, j] * factors[m, j // 2]
+                mask_scores(held, uint32(key + column), window)
+            weigh(held)
 
             if not is_double:
                 _wait_for_copies()
@@ -396,55 +300,8 @@ def flash_tensor_core(
             page = next_page
             value_page = next_value_page
             later = uint32(following + uint32(keys))
-            next_page = locate(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
-            next_value_page = next_page
-            if not is_even:
-                next_value_page = locate_values(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
-            for i in range(4 * key_fours):
-                place = uint32(v_tile + odd + uint32(scales_offset + 32 * i) + column * uint32(4))
-                a, b = shared_load_2xf32(place)
-                even_scale, odd_scale = a * factor, b * factor
-                for m in range(strips):
-                    scores[m, i, 0] = scores[m, i, 0] * even_scale
-                    scores[m, i, 1] = scores[m, i, 1] * odd_scale
-                    scores[m, i, 2] = scores[m, i, 2] * even_scale
-                    scores[m, i, 3] = scores[m, i, 3] * odd_scale
-            for step in range(key_tiles // 2):
-                for m in range(strips):
-                    left = 2 * step
-                    weights[m, 0] = pack(scores[m, left, 0], scores[m, left, 1])
-                    weights[m, 1] = pack(scores[m, left, 2], scores[m, left, 3])
-                    weights[m, 2] = pack(scores[m, left + 1, 0], scores[m, left + 1, 1])
-                    weights[m, 3] = pack(scores[m, left + 1, 2], scores[m, left + 1, 3])
-                if has_scales:
-                    for two in range(value_fours):
-                        put_4(
-                            words,
-                            load_matrix_x4_transposed(
-                                uint32(v_place + odd + uint32(step * 16 * value_pitch + two * 32))
-                            ),
-                        )
-                        unpack(pairs, words, room)
-                        for m in range(strips):
-                            weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
-                            for each in range(4):
-                                i = 4 * two + each  # the last one's other half may be none
-                                if i < value_tiles:
-                                    add_product(
-                                        sums[m, i],
-                                        weight,
-                                        (pairs[each // 2 * 4 + each % 2], pairs[each // 2 * 4 + each % 2 + 2]),
-                                    )
-                for pair in range(value_pairs):
-                    v0, v1, v2, v3 = load_matrix_x4_transposed(
-                        uint32(v_place + odd + uint32(step * 16 * value_pitch + pair * 32))
-                    )
-                    for m in range(strips):
-                        weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
-                        for side in range(2):
-                            i = 2 * pair + side
-                            half = (v0, v1) if side == 0 else (v2, v3)
-                            add_product(sums[m, i], weight, half)
+            next_page, next_value_page = locate(block_tables, table, later, seen, longest_end, num_kv_heads, thread)
+            multiply_values(held, uint32(v_place + odd), uint32(v_tile + scales_place))
             if is_double:
                 odd = uint32(uint32(tile_bytes) - odd)
             key = following
@@ -465,27 +322,8 @@ def flash_tensor_core(
             return
         # The warp's queries are no longer needed: their place takes the results, to be stored in whole rows.
         sync_named(own_barrier, uint32(32))
-        for m in range(strips):
-            for h in range(2):
-                total = totals[m, h]
-                if not is_expanded:
-                    total = group_sum(total, 4)
-                reciprocal = reciprocal_of(total)
-                if has_sinks:
-                    row = uint32(own_row + upper + uint32(16 * m + 8 * h))
-                    sink = load_sink(sinks, sink_head(row, share, kv_head))
-                    reciprocal = share_of_keys(maxima[m, h], total, sink)
-                place = uint32(
-                    own_q_tile + (upper + uint32(16 * m + 8 * h)) * uint32(result_pitch) + column * uint32(2)
-                )
-                for i in range(value_tiles // 2 - value_pairs):  # even columns of 16, then the odd ones
-                    a, b = sums[m, 2 * i, 2 * h] * reciprocal, sums[m, 2 * i + 1, 2 * h] * reciprocal
-                    c, d = sums[m, 2 * i, 2 * h + 1] * reciprocal, sums[m, 2 * i + 1, 2 * h + 1] * reciprocal
-                    target = uint32(place + column * uint32(2) + uint32(32 * i))
-                    shared_store_2xb32(target, (pack(a, b), pack(c, d)))
-                for i in range(2 * value_pairs):
-                    pair_of_sums = pack(sums[m, i, 2 * h] * reciprocal, sums[m, i, 2 * h + 1] * reciprocal)
-                    shared_store_b32(uint32(place + uint32(16 * i)), pair_of_sums)
+        place = uint32(own_q_tile + upper * uint32(result_pitch) + column * uint32(2))
+        stage_rows(held, sinks, uint32(own_row + upper), share, kv_head, place, column)
         sync_named(own_barrier, uint32(32))
         copy_out(own_q_tile, out, own_row, rows, share, kv_head, num_q_heads, first_token, lane)
 

@@ -102,6 +102,41 @@ def _result_keeper(tiles: WideTiles) -> tuple[Any, Any]:
 
 
 @functools.cache
+def _masker(tiles: WideTiles, variant: Variant) -> Any:
+    """A device function ``(scores, key, ends, own_ends, window)`` that hides keys from rows that do not see them; `key`
+    is that of the lane's first score."""
+    outside, has_spans, key_tiles = is_outside(variant.has_window), variant.has_spans, tiles.own_keys // 8
+
+    @device_function
+    def mask(scores, key, ends, own_ends, window):
+        for i in range(key_tiles):
+            for j in range(4):
+                own_end = ends[j // 2]
+                if has_spans:
+                    own_end = own_ends[j // 2]
+                if outside(uint32(key + uint32(8 * i + j % 2)), ends[j // 2], own_end, window):
+                    scores[i, j] = MINUS_INFINITY
+
+    return mask
+
+
+@functools.cache
+def _value_scaler(tiles: WideTiles) -> Any:
+    """A device function ``(scores, place)``: weights times the scales of the values of bytes, at a shared address."""
+    key_tiles, factor = tiles.own_keys // 8, float32(page_factor(tiles.pages, tiles.dtype) if tiles.pages else 1)
+
+    @device_function
+    def scale(scores, place):
+        for i in range(key_tiles):
+            a, b = shared_load_2xf32(uint32(place + uint32(32 * i)))
+            for h in range(2):
+                scores[i, 2 * h] = scores[i, 2 * h] * (a * factor)
+                scores[i, 2 * h + 1] = scores[i, 2 * h + 1] * (b * factor)
+
+    return scale
+
+
+@functools.cache
 def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Variant) -> Specialisation:
     """Grid: (tiles of the longest chunk's rows, KV heads, sequences), or where split (parts of all sequences, as
     `parts` bounds them; KV heads)."""
@@ -109,9 +144,7 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
     check_pages(head_dim, block_size, dtype)
     tile_rows, threads, groups, pitch = tiles.num_rows, tiles.threads, tiles.groups, tiles.pitch
     key_tiles, value_tiles, team = tiles.own_keys // 8, tiles.own_columns // 8, 32 * tiles.groups
-    has_window, has_sinks, has_spans, has_scales = (
-        variant.has_window, variant.has_sinks, variant.has_spans, variant.pages != ""
-    )  # fmt: skip
+    has_window, has_sinks, has_scales = variant.has_window, variant.has_sinks, variant.pages != ""
     runs, column_of, scales_of, locate, copy_keys = wide_tile_copier(tiles, block_size, has_window)
     copy_queries = query_tile_copier(dtype, head_dim, tile_rows, threads)
     copy_out = output_tile_copier(dtype, head_dim, 16, team)
@@ -119,13 +152,13 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
     key_place_of, score = wide_scorer(tiles)
     weigh, store_weights, add_values = wide_weigher(tiles), weight_storer(tiles), wide_summer(tiles)
     scale_keys = key_scaler(tiles, score_scaler(variant.softcap))
-    factor = float32(page_factor(variant.pages, dtype) if has_scales else 1)
+    mask, scale_values = _masker(tiles, variant), _value_scaler(tiles)
     store_result, record_result = _result_keeper(tiles)
     find = row_finder(tile_rows, keys, threads, is_split, has_window)
     bound = key_bounds(keys, is_split, has_window)
     place_of = record_place(head_dim, tile_rows)
     combine = parts_combiner(dtype, head_dim, tile_rows, threads, has_sinks)
-    end_of, outside, wait_for_tile = end_finder(has_spans), is_outside(has_window), copy_async_wait(2 * ahead)
+    end_of, wait_for_tile = end_finder(variant.has_spans), copy_async_wait(2 * ahead)
     tile_bytes, key_pitch, weights_pitch = tiles.tile_bytes, tiles.key_pitch, tiles.weights_pitch
     scales_at, columns, own_keys, own_columns = keys * key_pitch, tiles.columns, tiles.own_keys, tiles.own_columns
     queries_at, weights_at, maxima_at = tiles.queries_at, tiles.weights_at, tiles.maxima_at
@@ -235,13 +268,7 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
             score(scores, q_place, uint32(k_place + odd))
             scale_keys(scores, uint32(k_tile + odd + uint32(scales_at) + own_key * uint32(4)), scale)
             if following > shortest_end or (has_window and uint32(key + window) < longest_end):
-                for i in range(key_tiles):
-                    for j in range(4):
-                        own_end = ends[j // 2]
-                        if has_spans:
-                            own_end = own_ends[j // 2]
-                        if outside(uint32(key + own_key + uint32(8 * i + j % 2)), ends[j // 2], own_end, window):
-                            scores[i, j] = MINUS_INFINITY
+                mask(scores, uint32(key + own_key), ends, own_ends, window)
             is_larger = weigh(scores, maxima, totals, factors, maxima_place, barrier, group, quarter == uint32(0))
             if is_larger != uint32(0):
                 for i in range(value_tiles):
@@ -258,12 +285,7 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
                 value_page[i] = key_page[i]
             locate(key_page, block_tables, table, uint32(keys_of + uint32(keys)), seen, stop, num_kv_heads, thread)
             if has_scales:
-                for i in range(key_tiles):
-                    place = uint32(v_tile + odd + uint32(scales_at + 32 * i) + own_key * uint32(4))
-                    a, b = shared_load_2xf32(place)
-                    for h in range(2):
-                        scores[i, 2 * h] = scores[i, 2 * h] * (a * factor)
-                        scores[i, 2 * h + 1] = scores[i, 2 * h + 1] * (b * factor)
+                scale_values(scores, uint32(v_tile + odd + uint32(scales_at) + own_key * uint32(4)))
                 store_weights(own_weights, scores)
                 sync_named(barrier, uint32(team))
             add_values(sums, weights_place, uint32(v_place + odd))

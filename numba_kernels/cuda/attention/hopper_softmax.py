@@ -7,6 +7,7 @@ columns: of row `below` (0, 1) those at 4 i + 2 below + j, of column 8 i + 2 (la
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from typing import Any
 
 from numba import cuda, float32, uint32
@@ -25,12 +26,20 @@ from numba_kernels.cuda.intrinsics.warp import maximum_f32
 GROUP_THREADS = 128
 
 
+Held = namedtuple("Held", "scores weights sums largest totals factors room")
+"""A lane's registers: scores, weights (or the descriptor of shared ones) and sums; of its two rows the largest
+score, the sum of weights and the factors of what was summed before; `exchanger`'s room."""
+
+
+Sight = namedtuple("Sight", "upper_end lower_end shortest_end longest_end window")
+"""The ends of keys of a lane's two rows, and of the shortest and the longest row of the tile; the window."""
+
+
 @functools.cache
 def score_weigher(tiles: HopperTiles, masking: str, variant: Variant) -> Any:
     """A device function: scores of a lane's two rows become weights, measured from the rows' largest so far.
 
-    ``(scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end,
-    room)``: `factors` rescale earlier weights, `key` is the tile's first, `column` the lane's, `room` is `Exchange`'s.
+    ``(held, sight, key, column, scale)``: `key` is the tile's first, `column` the lane's.
     `masking`: "none" where all rows see all keys; "all" at an edge; "edges" where it is checked. Capped scores are
     scaled already, and so is `largest` then.
     """
@@ -40,25 +49,23 @@ def score_weigher(tiles: HopperTiles, masking: str, variant: Variant) -> Any:
     exchange = exchanger(5)
 
     @device_function
-    def weigh(
-        scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end,
-        room,
-    ):  # fmt: skip
+    def weigh(held, sight, key, column, scale):
+        scores, largest, totals = held.scores, held.largest, held.totals
         if is_capped:
             for i in range(num_keys // 2):
                 scores[i] = capped(scores[i], scale)
             scale = float32(1)
         if is_masked and (
             not is_asked
-            or uint32(key + uint32(tile_keys)) > shortest_end
-            or (has_window and uint32(key + window) < longest_end)
+            or uint32(key + uint32(tile_keys)) > sight.shortest_end
+            or (has_window and uint32(key + sight.window) < sight.longest_end)
         ):
             for i in range(num_keys // 8):
                 for j in range(2):
                     at = uint32(key + column + uint32(8 * i + j))
-                    if hidden(at, upper_end, window):
+                    if hidden(at, sight.upper_end, sight.window):
                         scores[4 * i + j] = MINUS_INFINITY
-                    if hidden(at, lower_end, window):
+                    if hidden(at, sight.lower_end, sight.window):
                         scores[4 * i + 2 + j] = MINUS_INFINITY
         found = cuda.local.array(2, float32)
         for row in range(2):
@@ -67,7 +74,7 @@ def score_weigher(tiles: HopperTiles, masking: str, variant: Variant) -> Any:
                 most = maximum_f32(most, maximum_f32(scores[4 * i + 2 * row], scores[4 * i + 2 * row + 1]))
             found[row] = group_max(most, 4)
         if shares_rows:
-            upper, lower = exchange(room, found[0], found[1])
+            upper, lower = exchange(held.room, found[0], found[1])
             found[0] = maximum_f32(found[0], upper)
             found[1] = maximum_f32(found[1], lower)
         for row in range(2):
@@ -84,7 +91,7 @@ def score_weigher(tiles: HopperTiles, masking: str, variant: Variant) -> Any:
                 scores[4 * i + 2 * row + 1] = right
                 total = total + (left + right)
             totals[row] = total
-            factors[row] = factor
+            held.factors[row] = factor
 
     return weigh
 

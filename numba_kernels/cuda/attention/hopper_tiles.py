@@ -225,23 +225,23 @@ def page_bringer(tiles: HopperTiles, block_size: int, panels: int, is_expanded: 
     """A device function for one warp, which loads all tiles of keys, or of values, for a tile of queries: so many
     panels. Pages of expanded rows have no block table, but lie in order.
 
-    ``(ring, map, full, empty, landed, landed_phase, turn, stop, first_key, first_seen, end, num_unwritten, unwritten,
-    block_tables, table, kv_head, lane)``: `turn` counts all tiles that went through the ring. Keys below `first_seen`
-    and from `end` on are not loaded where they are whole pages. In the last tile, rows `unwritten` and num_unwritten -
-    1 more are zeroed, unless num_unwritten is 0; that lands at its own barrier.
+    ``(ring, keys, zeros, pages, turn, stop, lane)``, the first four being tuples: (its address, the map, barriers of
+    full and of empty stages); (first_key, first_seen, end); (num_unwritten, unwritten, landed, its phase); (the block
+    tables, the sequence's place there, kv_head). `turn` counts all tiles that went through the ring. Keys below
+    `first_seen` and from `end` on are not loaded where they are whole pages. In the last tile, rows `unwritten` and
+    num_unwritten - 1 more are zeroed, unless num_unwritten is 0; that lands at its own barrier.
     """
     stages, panel_bytes, num_keys = tiles.stages, tiles.panel_bytes, tiles.num_keys
     pages, tile_bytes, phase_shift = num_keys // block_size, panels * panel_bytes, stages.bit_length() - 1
     lanes = pages * panels
 
     @device_function
-    def bring(
-        ring, source, full, empty, landed, landed_phase, turn, stop, first_key, first_seen, end, num_unwritten,
-        unwritten, block_tables, table, kv_head, lane,
-    ):  # fmt: skip
+    def bring(ring, keys, zeros, pages_of, turn, stop, lane):
+        (ring_at, source, full, empty), (first_key, first_seen, end) = ring, keys
+        (num_unwritten, unwritten, landed, landed_phase), (block_tables, table, kv_head) = zeros, pages_of
         panel = uint32(lane // uint32(pages))
         page_of_tile = uint32(lane - panel * uint32(pages))
-        place = uint32(ring + panel * uint32(panel_bytes) + page_of_tile * uint32(block_size * ROW_BYTES))
+        place = uint32(ring_at + panel * uint32(panel_bytes) + page_of_tile * uint32(block_size * ROW_BYTES))
         column = uint32(panel * uint32(PANEL_COLUMNS))
         key = uint32(first_key + page_of_tile * uint32(block_size))
         while turn < stop:
@@ -266,7 +266,7 @@ def page_bringer(tiles: HopperTiles, block_size: int, panels: int, is_expanded: 
                 _load_page(target, source, barrier, column, uint32(0), kv_head, page)
             if is_zeroed:
                 mbarrier.wait(landed, landed_phase)
-                first = uint32(ring + stage * uint32(tile_bytes) + unwritten * uint32(ROW_BYTES) + lane * uint32(16))
+                first = uint32(ring_at + stage * uint32(tile_bytes) + unwritten * uint32(ROW_BYTES) + lane * uint32(16))
                 for i in range(panels):
                     done = uint32(0)
                     while uint32(done + lane) < uint32(num_unwritten * uint32(ROW_BYTES // 16)):

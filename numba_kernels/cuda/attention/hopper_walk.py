@@ -13,6 +13,7 @@ an edge.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from typing import Any
 
 from numba import uint32
@@ -23,6 +24,11 @@ from numba_kernels.cuda.attention.tiles import Variant
 from numba_kernels.cuda.intrinsics import mbarrier, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.sync import arrive_named, sync_named
+
+Group = namedtuple("Group", "own lane upper column place own_queries queries key_tiles value_tiles keys_full")
+"""A computing group: its number, 0 or 1; a lane of it, the lane's upper row in the tile, and its first column; the
+first row of the lane's warp; the shared address of its queries; descriptors of queries and of the first tiles of
+the rings; the first barrier of the four rings."""
 
 
 def _column_steps(tiles: HopperTiles, panel_bytes: int) -> tuple[int, ...]:
@@ -71,11 +77,11 @@ def release(barrier, lane):
 
 @functools.cache
 def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -> Any:
-    """A device function, see above; `masking` as `score_weigher` takes it.
+    """A device function ``(group, held, sight, turn, stop, last, origin, scale)``, see above; `masking` as
+    `score_weigher` takes it.
 
     `turn` and `stop` count tiles that went through the rings, `last` is where the row's end; tile j begins at key
-    origin + j num_keys. `keys_full` is the first of the four rings of barriers; `own` is the group's number, 0 or 1.
-    The previous tile's weights are given; the last tile's are left.
+    origin + j num_keys. The previous tile's weights are given; the last tile's are left.
     """
     stages, keys = tiles.stages, tiles.num_keys
     key_units, value_units = tiles.key_tile_bytes >> 4, tiles.value_tile_bytes >> 4
@@ -86,10 +92,8 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
     weigh, keep_weights = score_weigher(tiles, masking, variant), weight_keeper(dtype, tiles)
 
     @device_function
-    def walk(
-        turn, stop, last, origin, queries, key_tiles, value_tiles, keys_full, own, lane, column, upper_end,
-        lower_end, shortest_end, longest_end, window, scale, scores, weights, sums, largest, totals, factors, room,
-    ):  # fmt: skip
+    def walk(group, held, sight, turn, stop, last, origin, scale):
+        own, lane, keys_full, sums, factors = group.own, group.lane, group.keys_full, held.sums, held.factors
         while turn < stop:
             stage = uint32(turn & uint32(stages - 1))
             before = uint32(turn - uint32(1))
@@ -97,21 +101,19 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
             values_full = uint32(keys_full + uint32(2 * ring_bytes) + value_stage * uint32(8))
             if not shares_rows:
                 sync_named(uint32(own + uint32(1)), uint32(2 * GROUP_THREADS))
-            multiply_queries(scores, queries, wgmma.advance(key_tiles, stage * uint32(key_units)))
+            multiply_queries(held.scores, group.queries, wgmma.advance(group.key_tiles, stage * uint32(key_units)))
             if shares_rows:
                 sync_named(uint32(1), uint32(2 * GROUP_THREADS))  # the other's weights are there
             mbarrier.wait(values_full, uint32((before >> uint32(phase_shift)) & uint32(1)))
-            multiply_values(sums, weights, wgmma.advance(value_tiles, value_stage * uint32(value_units)), before)
+            values = wgmma.advance(group.value_tiles, value_stage * uint32(value_units))
+            multiply_values(sums, held.weights, values, before)
             key = uint32(origin + turn * uint32(keys))
             turn = uint32(turn + uint32(1))
             if not shares_rows:
                 arrive_named(uint32(uint32(2) - own), uint32(2 * GROUP_THREADS))
-            wait_for_scores(scores)
+            wait_for_scores(held.scores)
             release(uint32(keys_full + uint32(ring_bytes) + stage * uint32(8)), lane)
-            weigh(
-                scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end,
-                longest_end, room,
-            )  # fmt: skip
+            weigh(held, sight, key, group.column, scale)
             # Here, and not in the next turn: ptxas moves the wait for the sums to the head of its basic block.
             if turn < last:
                 following = uint32(keys_full + uint32(turn & uint32(stages - 1)) * uint32(8))
@@ -122,6 +124,6 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
                 for j in range(2):
                     sums[4 * i + j] = sums[4 * i + j] * factors[0]
                     sums[4 * i + 2 + j] = sums[4 * i + 2 + j] * factors[1]
-            keep_weights(weights, scores, room, uint32(turn - uint32(1)))
+            keep_weights(held.weights, held.scores, held.room, uint32(turn - uint32(1)))
 
     return walk

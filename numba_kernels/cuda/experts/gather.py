@@ -55,7 +55,7 @@ def multiplier(dtype: str) -> Any:
     load_x = vector_loader(dtype)
     word = float32 if dtype == "f32" else uint32
     turn = 32 * width  # elements that a warp's load brings
-    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, ROWS) for d in (16, 8, 4, 2, 1))
+    exchange_sums = exchange(ROWS)
 
     @device_function
     def multiply(weight_rows, x_row, k, lane):
@@ -88,11 +88,7 @@ def multiplier(dtype: str) -> Any:
                 weight_rows[c] += uint64(TURNS * turn * item_bytes)
             x_row += uint64(TURNS * turn * item_bytes)
             position = uint32(position + uint32(TURNS * turn))
-        exchange_16(sums, lane)
-        exchange_8(sums, lane)
-        exchange_4(sums, lane)
-        exchange_2(sums, lane)
-        exchange_1(sums, lane)
+        exchange_sums(sums, lane)
         return sums[0]
 
     return multiply

@@ -51,7 +51,7 @@ def _multiplier(dtype: str, turns: int) -> tuple[Any, Any]:
     width, item_bytes = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype]
     load_early, load_late, widen = weight_loader(dtype)
     turn = 32 * width  # elements that a warp's load brings
-    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, ROWS) for d in (16, 8, 4, 2, 1))
+    exchange_sums = exchange(ROWS)
 
     @device_function
     def begin(loaded, rows, first, last, lane):
@@ -85,11 +85,7 @@ def _multiplier(dtype: str, turns: int) -> tuple[Any, Any]:
                             for e in range(4):
                                 loaded[i, r, e] = vector[e]
             position = uint32(position + uint32(turns * turn))
-        exchange_16(sums, lane)
-        exchange_8(sums, lane)
-        exchange_4(sums, lane)
-        exchange_2(sums, lane)
-        exchange_1(sums, lane)
+        exchange_sums(sums, lane)
 
     return begin, multiply
 

@@ -14,7 +14,8 @@ argument `bias_is_f32`.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 from numba import cuda, float32, types
 
@@ -34,34 +35,12 @@ scale_element = instruction("mul.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)
 """``(element, its row's scale) -> product``, never fused with a later addition: the same bits in all kernels."""
 
 
-class Arguments(NamedTuple):
-    """The arguments of every kernel of the family, as its device functions get them."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    residual: Any
-    out: Any
-    m: Any
-    n: Any
-    k: Any
-    bias_is_f32: Any
-    x_squares: Any
-    x_parts: Any
-    eps: Any
-    squares: Any
+Arguments = namedtuple("Arguments", "x weight bias residual out m n k bias_is_f32 x_squares x_parts eps squares")
+"""The arguments of every kernel of the family, as its device functions get them."""
 
 
-class Output(NamedTuple):
-    """Those of them that finish sums, for kernels with other arguments."""
-
-    bias: Any
-    residual: Any
-    out: Any
-    m: Any
-    n: Any
-    bias_is_f32: Any
-    squares: Any
+Output = namedtuple("Output", "bias residual out m n bias_is_f32 squares")
+"""Those of them that finish sums, for kernels with other arguments."""
 
 
 ARGUMENT_TYPES = (types.uint64,) * 5 + (types.uint32,) * 4 + (types.uint64, types.uint32, types.float32, types.uint64)

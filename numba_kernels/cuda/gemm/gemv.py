@@ -96,7 +96,7 @@ def _kernel(
     turn, words = 32 * width, 4 if is_aligned else 1  # elements that a warp's load brings; registers of a lane's
     word = uint32 if is_aligned and dtype != "f32" else float32
     num_sums = rows * columns
-    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
+    exchange_sums = exchange(num_sums)
     partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
 
     def turn_loader(load_weights):
@@ -193,11 +193,7 @@ def _kernel(
                 x_rows[r] += step_bytes
             position += step
 
-        exchange_16(sums, lane)
-        exchange_8(sums, lane)
-        exchange_4(sums, lane)
-        exchange_2(sums, lane)
-        exchange_1(sums, lane)
+        exchange_sums(sums, lane)
         total, scale = sums[0], float32(1.0)
         first = team * team_warps * uint32(num_sums) + lane
         if x_squares != uint64(0):

@@ -59,7 +59,7 @@ def warp_max(value):
 
 
 @functools.cache
-def exchange(distance: int, num_sums: int) -> Any:
+def _exchange(distance: int, num_sums: int) -> Any:
     """A device function ``(sums, lane) -> None``: adds the sums of lanes that far apart.
 
     If there are more sums than nearer lanes, a lane keeps one half of its sums and gives away the other.
@@ -81,3 +81,20 @@ def exchange(distance: int, num_sums: int) -> Any:
             sums[i] = (high if is_upper else low) + shuffle_xor_f32(low if is_upper else high, types.uint32(distance))
 
     return halve
+
+
+@functools.cache
+def exchange(num_sums: int) -> Any:
+    """A device function ``(sums, lane) -> None`` that adds all lanes' sums: lane i then has sum i modulo their number,
+    in `sums[0]`."""
+    add_16, add_8, add_4, add_2, add_1 = (_exchange(distance, num_sums) for distance in (16, 8, 4, 2, 1))
+
+    @device_function
+    def add_all(sums, lane):
+        add_16(sums, lane)
+        add_8(sums, lane)
+        add_4(sums, lane)
+        add_2(sums, lane)
+        add_1(sums, lane)
+
+    return add_all

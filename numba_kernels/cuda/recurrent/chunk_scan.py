@@ -12,6 +12,7 @@ ahead. Eight lanes store O's whole sectors, float32, not normalised yet.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
@@ -73,6 +74,51 @@ def shared_bytes(form: ChunkForm) -> int:
 
 
 @functools.cache
+def _run_copier(threads: int) -> Any:
+    """A device function ``(target, source, size, thread)`` of so many threads: bytes to shared memory."""
+
+    @device_function
+    def copy_run(target, source, size, thread):
+        index = uint32(thread * uint32(16))
+        while index < size:
+            copy_async_whole_16(uint32(target + index), source + uint64(index))
+            index = uint32(index + uint32(threads * 16))
+
+    return copy_run
+
+
+@functools.cache
+def _state_mover(state_dtype: str, tiles: int) -> tuple[Any, Any]:
+    """Device functions ``load(sums, address, row_bytes)`` and ``store(sums, address, row_bytes)`` of a lane's part of
+    the state: two rows, 8 apart, and two neighbours of each 8 columns."""
+    is_f32, item_bytes = state_dtype == "f32", 4 if state_dtype == "f32" else 2
+
+    @device_function
+    def load(sums, address, row_bytes):
+        for i in range(tiles):
+            for h in range(2):
+                at = address + uint64(8 * h) * row_bytes + uint64(8 * i * item_bytes)
+                if is_f32:
+                    low, high = load_2xf32(at)
+                else:
+                    low, high = unpack_bf16(load_b32(at))
+                sums[i, 2 * h] = low
+                sums[i, 2 * h + 1] = high
+
+    @device_function
+    def store(sums, address, row_bytes):
+        for i in range(tiles):
+            for h in range(2):
+                at = address + uint64(8 * h) * row_bytes + uint64(8 * i * item_bytes)
+                if is_f32:
+                    store_2xf32(at, (sums[i, 2 * h], sums[i, 2 * h + 1]))
+                else:
+                    store_b32(at, pack_bf16(sums[i, 2 * h], sums[i, 2 * h + 1]))
+
+    return load, store
+
+
+@functools.cache
 def chunk_scan(form: ChunkForm, num_warps: int, state_dtype: str) -> Specialisation:
     """The kernel, for blocks of 16 columns a warp. Grid: (columns / (16 num_warps), value heads, sequences)."""
     dtype, rows, columns, has_delta = form.dtype, form.rows, form.columns, form.has_delta
@@ -84,28 +130,7 @@ def chunk_scan(form: ChunkForm, num_warps: int, state_dtype: str) -> Specialisat
     add_product = product_adder(dtype)
     pack, unpack = (pack_bf16, unpack_bf16) if dtype == "bf16" else (pack_f16, unpack_f16)
 
-    @device_function
-    def copy_run(target, source, size, thread):
-        index = uint32(thread * uint32(16))
-        while index < size:
-            copy_async_whole_16(uint32(target + index), source + uint64(index))
-            index = uint32(index + uint32(threads * 16))
-
-    @device_function
-    def load_pair(address):
-        """Two neighbours of the state."""
-        if state_item == 4:
-            low, high = load_2xf32(address)
-        else:
-            low, high = unpack_bf16(load_b32(address))
-        return low, high
-
-    @device_function
-    def store_pair(address, low, high):
-        if state_item == 4:
-            store_2xf32(address, (low, high))
-        else:
-            store_b32(address, pack_bf16(low, high))
+    copy_run, (load_state, store_state) = _run_copier(threads), _state_mover(state_dtype, tiles)
 
     @cuda.jit
     def kernel(
@@ -158,13 +183,7 @@ def chunk_scan(form: ChunkForm, num_warps: int, state_dtype: str) -> Specialisat
             for j in range(4):
                 sums[i, j] = float32(0)
         if position > uint32(0):
-            source = own_state + read_page * page_bytes
-            for i in range(tiles):
-                for h in range(2):
-                    at = source + uint64(8 * h) * row_bytes + uint64(8 * i * state_item)
-                    low, high = load_pair(at)
-                    sums[i, 2 * h] = low
-                    sums[i, 2 * h + 1] = high
+            load_state(sums, own_state + read_page * page_bytes, row_bytes)
 
         token = uint32(0)
         odd = uint32(0)
@@ -264,11 +283,7 @@ def chunk_scan(form: ChunkForm, num_warps: int, state_dtype: str) -> Specialisat
                         store_f32(at + uint64(32), results[tile, 2 + side])
             token = following
 
-        target = own_state + write_page * page_bytes
-        for i in range(tiles):
-            for h in range(2):
-                at = target + uint64(8 * h) * row_bytes + uint64(8 * i * state_item)
-                store_pair(at, sums[i, 2 * h], sums[i, 2 * h + 1])
+        store_state(sums, own_state + write_page * page_bytes, row_bytes)
 
     kind = "delta" if has_delta else "mamba"
     name = f"{kind}_chunk_scan_{dtype}_{rows}x{columns}_w{num_warps}_s{state_dtype}"

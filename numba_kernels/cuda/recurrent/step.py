@@ -17,118 +17,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, float32, int32, types, uint32, uint64
 
 from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element import element_loader, quad_storer
+from numba_kernels.cuda.intrinsics.element import quad_storer
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
-from numba_kernels.cuda.intrinsics.math import divide_u32, exp, fma, reciprocal_sqrt, sigmoid
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import exchange, lane_index, shuffle_index_f32, shuffle_xor_f32, warp_sum
-from numba_kernels.cuda.recurrent.chunk import copier, covered, find_chunk, run_loader, silu, softplus
+from numba_kernels.cuda.intrinsics.warp import lane_index
+from numba_kernels.cuda.recurrent.chunk import covered, find_chunk, run_loader
+from numba_kernels.cuda.recurrent.step_parts import (
+    Channels,
+    Chunk,
+    Columns,
+    columns_of,
+    convolver,
+    input_finder,
+    input_keeper,
+    row_stepper,
+    rows_of,
+    token_taker,
+)
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 MOST_WARPS = 4  # of a block, four of which fit a multiprocessor of Hopper, which then reads 64 KB at a time
-MOST_ROWS = 8
-ROW_REGISTERS = 64  # of a lane, for its part of the rows
-
-
-_SHARED_LOADS = {
-    1: device_function(lambda address: (memory.shared_load_f32(address),)),
-    2: memory.shared_load_2xf32,
-    4: memory.shared_load_4xf32,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """How lanes share ``size`` columns: runs of ``width`` (1, 2 or 4) neighbours, ``runs`` of them a lane."""
-
-    size: int
-    width: int
-
-    @property
-    def runs(self) -> int:
-        return -(-self.size // (32 * self.width))
-
-    @property
-    def is_whole(self) -> bool:
-        """Every lane has all its runs."""
-        return self.size % (32 * self.width) == 0
-
-    @property
-    def elements(self) -> int:
-        """Registers of a lane."""
-        return self.runs * self.width
-
-
-def columns_of(size: int) -> Columns:
-    """The widest runs."""
-    return Columns(size, next((width for width in (4, 2) if size % (32 * width) == 0), 1))
-
-
-def rows_of(columns: Columns) -> int:
-    """Rows of a warp: from the size of a head alone, so that a token's bits do not depend on the batch."""
-    return max(1, min(MOST_ROWS, 1 << (ROW_REGISTERS // columns.elements).bit_length() - 1))
-
-
-@device_function
-def _decay(x):
-    """e^x for x <= 0; near 0 by its series, since a decay's error is multiplied by the tokens that it remembers."""
-    series = fma(x, float32(1 / 5040), float32(1 / 720))
-    series = fma(x, series, float32(1 / 120))
-    series = fma(x, series, float32(1 / 24))
-    series = fma(x, series, float32(1 / 6))
-    series = fma(x, series, float32(0.5))
-    series = fma(x, series, float32(1))
-    series = fma(x, series, float32(1))
-    return series if x > float32(-0.25) else exp(x)
-
-
-@functools.cache
-def convolver(dtype: str, taps: int) -> Any:
-    """A device function ``(rows, conv, bias, channel) -> float32``: one channel's convolution and SiLU. ``rows
-    [taps]``: addresses of tokens' inputs, 0 for zeros; conv's rows of 4 taps lie on bounds of 16 bytes."""
-    load, load_f32, item_bytes = element_loader(dtype), memory.load_f32, uint64(ITEM_BYTES[dtype])
-    load_quad, has_quads = memory.load_4xf32, taps == 4
-
-    @device_function
-    def convolve(rows, conv, bias, channel):
-        filters = cuda.local.array(taps, float32)
-        given = cuda.local.array(taps, float32)
-        at = conv + uint64(channel) * uint64(4 * taps)
-        if has_quads:
-            quad = load_quad(at)
-            for tap in range(4):
-                filters[tap] = quad[tap]
-        else:
-            for tap in range(taps):
-                filters[tap] = load_f32(at + uint64(4 * tap))
-        for tap in range(taps):
-            given[tap] = float32(0)
-            if rows[tap] != uint64(0):
-                given[tap] = load(rows[tap] + uint64(channel) * item_bytes)
-        total = float32(0)
-        if bias != uint64(0):
-            total = load_f32(bias + uint64(channel) * uint64(4))
-        for tap in range(taps):
-            total = fma(given[tap], filters[tap], total)
-        return silu(total)
-
-    return convolve
-
-
-@functools.cache
-def _rounder(stored: str) -> Any:
-    """A device function float32 -> float32: what the state's type keeps."""
-    if stored == "f32":
-        return device_function(lambda value: value)
-    narrow, widen = convert.bf16_from_f32, convert.f32_from_bf16
-    return device_function(lambda value: widen(narrow(value)))
 
 
 @functools.cache
@@ -181,17 +96,13 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
     rows, elements, key_dim = rows_of(columns), columns.elements, columns.size
     item_bytes = uint64(ITEM_BYTES[dtype])
     column_bytes = uint64(columns.size * ITEM_BYTES[stored])
-    load_one, copy = element_loader(dtype), copier(dtype)
     load_f32, store_f32, store_b32 = memory.load_f32, memory.store_f32, memory.store_b32
-    convolve, rounded = convolver(dtype, taps), _rounder(stored)
-    width, runs, padded = columns.width, columns.runs, 32 * elements
+    convolve, inputs_of = convolver(dtype, taps), input_finder(taps)
+    padded, is_whole, store_shared = 32 * elements, columns.is_whole, memory.shared_store_f32
     shared_floats = 4 * padded
-    is_whole, store_shared, load_shared = columns.is_whole, memory.shared_store_f32, _SHARED_LOADS[width]
+    take_token, step_rows = token_taker(is_delta, dtype, columns), row_stepper(is_delta, stored, columns)
+    keep_inputs = input_keeper(is_delta, dtype, taps, key_dim)
     load_row, store_row = _row_mover(stored, columns)
-    num_sums = 2 * rows if is_delta else rows
-    exchanges = tuple(exchange(distance, num_sums) for distance in (16, 8, 4, 2, 1))
-    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = exchanges
-    query_scale = float32(columns.size**-0.5)
 
     @cuda.jit
     def step(
@@ -258,7 +169,6 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
         held = cuda.local.array((rows, elements), float32)
         key = cuda.local.array(elements, float32)
         query = cuda.local.array(elements, float32)
-        sums = cuda.local.array(num_sums, float32)
         tokens = cuda.local.array(taps, uint64)
         for i in range(rows):
             for e in range(elements):
@@ -276,17 +186,17 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
             token = length
         end = int32(before + count)
         now = covered(count, before, pending)
+        chunk = Chunk(
+            x, given, pending_gates, x_bytes, input_bytes, uint64(num_gates) * item_bytes, uint64(x_first) * item_bytes,
+            uint64(gates_first) * item_bytes, start, before, length, now, end,
+        )  # fmt: skip
+        channels, limits = Channels(head, k_channel, q_channel, v_channel, value_heads), (rate, bias, least, most)
         while token < end:
             for tap in range(taps):
-                at = int32(token - int32(taps - 1) + int32(tap))
-                tokens[tap] = uint64(0)
-                if at >= before:
-                    tokens[tap] = x + uint64(uint32(start + at - before)) * x_bytes + uint64(x_first) * item_bytes
-                elif before > int32(0):
-                    tokens[tap] = given + uint64(uint32(int32(taps - 1) + at - length)) * input_bytes
-            token_gates = x + uint64(uint32(start + token - before)) * x_bytes + uint64(gates_first) * item_bytes
+                tokens[tap] = inputs_of(chunk, int32(token - int32(taps - 1) + int32(tap)))
+            token_gates = x + uint64(uint32(start + token - before)) * x_bytes + chunk.gates_at
             if token < before:
-                token_gates = pending_gates + uint64(uint32(token - length)) * uint64(num_gates) * item_bytes
+                token_gates = pending_gates + uint64(uint32(token - length)) * chunk.gate_bytes
             keys_at = uint32(mixed + (uint32(token) & uint32(1)) * uint32(8 * padded))
             thread = uint32(cuda.threadIdx.x)
             while thread < uint32(key_dim):
@@ -301,71 +211,8 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
                 value = convolve(tokens, conv, conv_bias, uint32(v_channel + own_row))
 
             sync_block()  # a warp that is a token ahead writes the other half
-            for run in range(runs):
-                place = uint32(keys_at + lane * uint32(4 * width) + uint32(128 * width * run))
-                loaded = load_shared(place)
-                for i in range(width):
-                    key[run * width + i] = loaded[i]
-                loaded = load_shared(uint32(place + uint32(4 * padded)))
-                for i in range(width):
-                    query[run * width + i] = loaded[i]
-            product = float32(0)
-            for e in range(elements):
-                product = fma(key[e], query[e], product)
-            if is_delta:
-                of_keys = float32(0)
-                of_queries = float32(0)
-                for e in range(elements):
-                    of_keys = fma(key[e], key[e], of_keys)
-                    of_queries = fma(query[e], query[e], of_queries)
-                key_scale = reciprocal_sqrt(warp_sum(of_keys) + float32(1e-6))
-                scale = reciprocal_sqrt(warp_sum(of_queries) + float32(1e-6)) * query_scale
-                for e in range(elements):
-                    key[e] = key[e] * key_scale
-                    query[e] = query[e] * scale
-                product = product * (key_scale * scale)
-                size = sigmoid(load_one(token_gates + uint64(head) * item_bytes))
-                at_decay = token_gates + uint64(uint32(value_heads + head)) * item_bytes
-                decay = _decay(rate * softplus(load_one(at_decay) + bias))
-            else:
-                size = softplus(load_one(token_gates + uint64(head) * item_bytes) + bias)
-                size = least if size < least else size
-                size = most if size > most else size
-                decay = _decay(rate * size)
-            product = warp_sum(product)
-
-            for i in range(num_sums):
-                sums[i] = float32(0)
-            for i in range(rows):
-                for e in range(elements):
-                    if is_delta:
-                        sums[i] = fma(held[i, e], key[e], sums[i])
-                        sums[rows + i] = fma(held[i, e], query[e], sums[rows + i])
-                    else:
-                        sums[i] = fma(held[i, e], query[e], sums[i])
-            exchange_16(sums, lane)
-            exchange_8(sums, lane)
-            exchange_4(sums, lane)
-            exchange_2(sums, lane)
-            exchange_1(sums, lane)
-            read_out = sums[0]
-            change = value
-            if is_delta:
-                other = shuffle_xor_f32(read_out, uint32(rows))
-                of_key = read_out
-                if (lane & uint32(rows)) == uint32(0):
-                    read_out = other
-                else:
-                    of_key = other
-                change = fma(-decay, of_key, value)
-            change = size * change
-            result = fma(change, product, decay * read_out)
-            if not is_delta:
-                result = fma(skipped, value, result)
-            for i in range(rows):
-                own_change = shuffle_index_f32(change, uint32(i))
-                for e in range(elements):
-                    held[i, e] = rounded(fma(key[e], own_change, decay * held[i, e]))
+            sizes = take_token(key, query, keys_at, lane, token_gates, channels, limits)
+            result = step_rows(held, key, query, sizes, value, skipped, lane)
             if token >= before:
                 if stores:
                     store_f32(out, result)
@@ -376,43 +223,14 @@ def _step(is_delta: bool, dtype: str, stored: str, taps: int, columns: Columns) 
                     if uint32(first_row + uint32(i)) < value_dim:
                         store_row(target + uint64(i) * column_bytes, lane, held[i])
 
-        # What the next chunk needs of this one's inputs, a row a warp.
-        num_warps = uint32(uint32(cuda.blockDim.x) >> uint32(5))
-        kept = inputs + (uint64(uint32(written)) * uint64(page_rows) + uint64(warp)) * input_bytes
-        v_count = uint32(value_dim - block_first)
-        if v_count > block_rows:
-            v_count = block_rows
-        at = int32(now - int32(taps - 1) + int32(warp))
-        while at < end:
-            origin = uint64(0)
-            if at >= before:
-                origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(x_first) * item_bytes
-            elif before > int32(0):
-                origin = given + uint64(uint32(int32(taps - 1) + at - length)) * input_bytes
-            v_bytes = uint64(uint32(v_channel + block_first)) * item_bytes
-            k_bytes = uint64(k_channel) * item_bytes
-            q_bytes = uint64(q_channel) * item_bytes
-            is_given = uint64(1) if origin != uint64(0) else uint64(0)
-            copy(kept + v_bytes, origin + v_bytes * is_given, v_count, lane)
-            if is_owner and part == uint32(0):
-                copy(kept + k_bytes, origin + k_bytes * is_given, uint32(key_dim), lane)
-                copy(kept + q_bytes, origin + q_bytes * is_given, uint32(key_dim), lane)
-            kept += uint64(num_warps) * input_bytes
-            at = int32(at + int32(num_warps))
-        if part == uint32(0) and warp == uint32(0):
-            kept = gates + uint64(uint32(written)) * uint64(pending) * uint64(num_gates) * item_bytes
-            at = now
-            while at < end:
-                origin = x + uint64(uint32(start + at - before)) * x_bytes + uint64(gates_first) * item_bytes
-                head_at = uint64(head) * item_bytes
-                copy(kept + head_at, origin + head_at, uint32(1), lane)
-                if is_delta:
-                    head_at = uint64(uint32(value_heads + head)) * item_bytes
-                    copy(kept + head_at, origin + head_at, uint32(1), lane)
-                kept += uint64(num_gates) * item_bytes
-                at = int32(at + int32(1))
-            if head == uint32(0) and lane == uint32(0):
-                store_b32(lengths + uint64(uint32(written)) * uint64(4), uint32(now))
+        kept = inputs + uint64(uint32(written)) * uint64(page_rows) * input_bytes
+        kept_gates = gates + uint64(uint32(written)) * uint64(pending) * chunk.gate_bytes
+        values = block_first, minimum_u32(uint32(value_dim - block_first), block_rows)
+        keep_inputs(
+            chunk, channels, kept, kept_gates, values, (is_owner and part == uint32(0), part == uint32(0)), warp
+        )
+        if part == uint32(0) and warp == uint32(0) and head == uint32(0) and lane == uint32(0):
+            store_b32(lengths + uint64(uint32(written)) * uint64(4), uint32(now))
 
     rule = "delta_step" if is_delta else "mamba_step"
     name = f"{rule}_{dtype}_{stored}_t{taps}_k{columns.size}_x{columns.width}"

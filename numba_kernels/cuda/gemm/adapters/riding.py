@@ -25,8 +25,9 @@ bits beside any others. Slots are those of `experts.low_rank`. Products of more 
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
@@ -64,22 +65,11 @@ float32 [m, R + 1]; two counters, which are 0 before a launch and after it; R, S
 that shrink."""
 
 
-class Riding(NamedTuple):
-    """Those arguments, as device functions get them, and the warps of a team (`Launch.team_warps`)."""
-
-    x: Any
-    adapters: Any
-    downs: Any
-    ups: Any
-    ranges: Any
-    norm: Any
-    between: Any
-    counters: Any
-    ranks: Any
-    num_slots: Any
-    num_ranges: Any
-    num_shrinking: Any
-    team_warps: Any
+Riding = namedtuple(
+    "Riding",
+    "x adapters downs ups ranges norm between counters ranks num_slots num_ranges num_shrinking team_warps",
+)
+"""Those arguments, as device functions get them, and the warps of a team (`Launch.team_warps`)."""
 
 
 NOT_COUNTED = uint32(0xFFFFFFFF)  # of a lane that has not counted its block out
@@ -155,7 +145,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
     load, load_weights = vector_loader(dtype), floats_loader(_WIDTH)
     turns = 2 if rows == 1 else 1  # of loads in flight
     num_sums, span = rows * RANKS, uint32(warps * 32 * _WIDTH)  # elements of K that a block reads in a turn
-    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
+    exchange_sums = exchange(num_sums)
 
     @device_function
     def add_products(sums, squares, places, down, position, k, row_bytes, norm):
@@ -232,11 +222,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
             if is_there != uint32(0):
                 position = uint32((warp * uint32(32) + lane) * uint32(_WIDTH))
                 add_products(sums, squares, places, down, position, k, row_bytes, norm)
-                exchange_16(sums, lane)
-                exchange_8(sums, lane)
-                exchange_4(sums, lane)
-                exchange_2(sums, lane)
-                exchange_1(sums, lane)
+                exchange_sums(sums, lane)
                 if lane < uint32(num_sums):
                     partial[warp, lane] = sums[0]
                 if norm != uint64(0):

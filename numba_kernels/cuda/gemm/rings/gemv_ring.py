@@ -56,7 +56,7 @@ def ring_kernel(
     num_sums, num_x_words = rows * COLUMNS, rows * TURNS * 4
     num_barriers = BLOCK_WARPS * MOST_STAGES + 1
     partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
-    exchange_16, exchange_8, exchange_4, exchange_2, exchange_1 = (exchange(d, num_sums) for d in (16, 8, 4, 2, 1))
+    exchange_sums = exchange(num_sums)
     shrink = riding.shrinker(dtype, BLOCK_WARPS + 1, rows) if takes_adapters else None
     square_columns, threads = 0 if is_gated else COLUMNS, BLOCK_WARPS * 32
     tiles = riding.kept_tiles(dtype, out_dtype, rows, activation, BLOCK_WARPS * num_sums, square_columns, threads)
@@ -216,11 +216,7 @@ def ring_kernel(
                     stage, phase = next_stage(stage, phase, num_stages)
                 at_k = uint32(at_k + step)
 
-            exchange_16(sums, lane)
-            exchange_8(sums, lane)
-            exchange_4(sums, lane)
-            exchange_2(sums, lane)
-            exchange_1(sums, lane)
+            exchange_sums(sums, lane)
             total = sums[0]
             if team_warps > uint32(1) and lane < uint32(num_sums):
                 partial[turn, warp * uint32(num_sums) + lane] = total
