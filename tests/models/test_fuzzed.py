@@ -1,4 +1,4 @@
-"""Twenty models of `tools/comparing/fuzz_models.py`, with transformers' answers kept.
+"""Twenty models of `tools/comparing/fuzz_models.py`, with transformers' answers kept; and new ones, beside it.
 
 They are of every family, and of odd sizes; engines are tight.
 
@@ -22,8 +22,11 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.rounds import TRANSFORMERS
 from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
+from tests.models.vision import gemma4_cases
+from tests.models.vision.cases import SEED, load_golden, write_golden
 from tools.comparing.fuzzing.cases import POOLED, classes_of, families
 from tools.comparing.fuzzing.check import check
+from tools.comparing.fuzzing.check_forward import WAYS, check_forward
 from tools.comparing.fuzzing.latent_families import LATENT
 from tools.comparing.fuzzing.picture_families import GEMMA4
 from tools.comparing.fuzzing.state_families import STATES
@@ -72,15 +75,41 @@ def test_emulated(tmp_path: Path, index: int) -> None:
     assert failures_of(tmp_path, index, "emulated") == []
 
 
+def test_forward_alone(tmp_path: Path) -> None:
+    """`--forward` finds nothing, or that logits are of another prompt."""
+    case = {**write_kept(tmp_path, 4), "runs": [{"device": "cpu", "block_size": 8}]}
+    assert check_forward(case, tmp_path, 0.0).failures == []
+    first, second = case["prompts"]
+    spoilt = {**case, "prompts": [[*first[:-1], first[-1] ^ 1], second]}
+    said = check_forward(spoilt, tmp_path, 0.0).failures
+    assert [each.rpartition(":")[0] for each in said] == [f"cpu: prompt 0 {way}" for way in WAYS]
+
+
+@pytest.mark.parametrize("name", gemma4_cases.CASES)
+def test_forward_alone_with_pictures(tmp_path: Path, name: str) -> None:
+    """Its chunks cut them only where their tokens do not see each other."""
+    ids, firsts = gemma4_cases.prompt_of(name)
+    write_golden(tmp_path, name, gemma4_cases.CASES[name])
+    np.savez(tmp_path / "oracle.npz", logits_0=load_golden(name).arrays["logits"])
+    case = {
+        "family": "gemma4_vision", "fields": gemma4_cases.CASES[name], "dtype": "float32", "weights": SEED,
+        "prompts": [ids], "runs": [{"device": "cpu", "block_size": 8}],
+        "pictures": {"grids": gemma4_cases.GRIDS, "firsts": firsts},
+    }  # fmt: skip
+    assert check_forward(case, tmp_path, 0.0).failures == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [*STATES, *GEMMA4, *LATENT, *POOLED])
 def test_sixty_of_each_newer_family(family: str) -> None:
-    """In float32, with transformers beside them; some on emulated devices, too."""
+    """In float32, with transformers beside them: forward passes alone on the cpu and on emulated devices, encoders on
+    some of these."""
     try:
         python = TRANSFORMERS.python(None, ROOT)
     except BenchmarkError as error:  # which has the command that makes one
         pytest.skip(str(error))
-    options = ["--family", family, "--num", "60", "--dtype", "float32", "--emulated-share", "0.1", "--no-shrink"]
+    options = ["--family", family, "--num", "60", "--no-shrink"]
+    options += ["--dtype", "float32", "--emulated-share", "0.1"] if family in POOLED else ["--forward"]
     command = [sys.executable, str(ROOT / "tools/comparing/fuzz_models.py"), "--peer-python", str(python), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

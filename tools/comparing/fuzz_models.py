@@ -1,6 +1,7 @@
 """Runs random small models of every family and compares each with Hugging Face transformers.
 
     python tools/comparing/fuzz_models.py --peer-python PYTHON [--seed N] [--num M] [--family qwen3 ...]
+    python tools/comparing/fuzz_models.py --peer-python PYTHON --forward --num 60 --family qwen3_5
     python tools/comparing/fuzz_models.py --peer-python PYTHON --case FILE
     python tools/comparing/fuzz_models.py --peer-python PYTHON --num 20 --write-goldens tests/models/fuzzed
 
@@ -16,6 +17,9 @@ blocks, so that prefixes are found and sequences preempted), and on one of the e
 - the tokenizer's ids of texts: equal;
 - the same requests alone, together and again, if the arithmetic is deterministic (cpu, or exact): tokens and the bits
   of log probabilities, greedy and sampled, in every run of the device.
+
+With `--forward` forward passes alone run, in float32, on the cpu and on all emulated devices, for a few seconds a model
+(`check_forward.py`). Gemma 4's prompts then have pictures.
 
 It compares the hidden states or labels' scores of models that generate nothing: alone, in batches and through an
 engine, within 1e-5 in float32.
@@ -50,8 +54,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from runtime.bench.peers.child_process import ChildProcess  # noqa: E402
-from tools.comparing.fuzzing.cases import POOLED, Case, classes_of, draw_case, families  # noqa: E402
+from tools.comparing.fuzzing.cases import FORWARD, POOLED, Case, classes_of, draw_case, draw_forward, families  # noqa: E402
 from tools.comparing.fuzzing.check import Findings, check  # noqa: E402
+from tools.comparing.fuzzing.check_forward import check_forward  # noqa: E402
 
 ORACLE = ROOT / "tools" / "comparing" / "fuzzing" / "oracle.py"
 HANG_S = 600
@@ -93,7 +98,7 @@ class Oracle:
         folder.mkdir()
         config_class, architecture = classes_of(case["family"])
         request = {"config_class": config_class, "architecture": architecture, "folder": str(folder)}
-        passed = ("fields", "dtype", "weights", "prompts", "num_new", "fuses_experts", "texts", "types")
+        passed = ("fields", "dtype", "weights", "prompts", "num_new", "fuses_experts", "texts", "types", "pictures")
         request |= {name: case[name] for name in passed if name in case}
         answer = self._peer.ask("make", HANG_S, **request)
         if case.get("notes") and "refused" not in answer:
@@ -169,7 +174,7 @@ def smaller(case: Case) -> Iterator[Case]:
         if len(case["runs"]) > 1:
             yield {**case, "runs": case["runs"][:index] + case["runs"][index + 1 :]}
     for index in range(len(case["prompts"])):
-        if len(case["prompts"]) > 1:
+        if len(case["prompts"]) > 1 and "pictures" not in case:
             kept: dict[str, Any] = {
                 name: case[name][:index] + case[name][index + 1 :] for name in ("prompts", "types") if name in case
             }
@@ -185,7 +190,7 @@ def smaller(case: Case) -> Iterator[Case]:
         return
     fields = case["fields"]
     layers = "n_layer" if "n_layer" in fields else "num_hidden_layers"
-    if fields[layers] > 1 and "layer_types" not in fields and "no_rope_layers" not in fields:
+    if fields.get(layers, 1) > 1 and "layer_types" not in fields and "no_rope_layers" not in fields:
         yield {**case, "fields": {**fields, layers: 1}}
     for name, value in fields.items():
         if value is True:
@@ -253,6 +258,9 @@ def drawn(options: argparse.Namespace) -> Iterator[Case]:
         return
     for index in range(options.first, options.first + options.num):
         rng = random.Random(f"{options.seed}:{index}")
+        if options.forward:
+            yield draw_forward(rng, options.family[index % len(options.family)], ["cpu", *options.device])
+            continue
         devices = options.device if rng.random() < options.emulated_share else []
         case = draw_case(rng, options.family[index % len(options.family)], devices)
         yield {**case, "dtype": options.dtype} if options.dtype else case
@@ -264,21 +272,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=20, help="models")
     parser.add_argument("--first", type=int, default=0, help="number of the first model")
-    parser.add_argument("--family", nargs="*", choices=[*families(), *POOLED], default=families())
+    parser.add_argument("--family", nargs="*", choices=[*families(), *POOLED])
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models")
     parser.add_argument("--device", nargs="*", default=["emulated:sm_80", "emulated:sm_90a"])
     parser.add_argument("--emulated-share", type=float, default=0.4, help="of models that run on a device, too")
+    parser.add_argument("--forward", action="store_true", help="forward passes alone, of each model on all devices")
     parser.add_argument("--every-save", action="store_true", help="each family in both types and layouts of experts")
     parser.add_argument("--case", type=Path, help="run this case instead")
     parser.add_argument("--write-goldens", type=Path, help="keep small cases and their answers in this folder")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")
     options = parser.parse_args()
+    options.family = options.family or (FORWARD if options.forward else families())
+    if options.forward and (others := {*options.family} - {*FORWARD}):
+        parser.error(f"--forward does not run {', '.join(sorted(others))}")
     oracle = Oracle(options.peer_python)
     if options.write_goldens:
         write_goldens(oracle, options.write_goldens, options.seed, options.num, options.family, options.device)
         oracle.close()
         return 0
-    checker = Checker(oracle)
+    checker = Checker(oracle, check_forward, ("noise",)) if options.forward else Checker(oracle)
     return run(checker, oracle, drawn(options), None if options.no_shrink else shrunk, options.first)
 
 

@@ -25,6 +25,8 @@ from tests.models.golden_weights import golden_tensor, named_tensors, rounded_to
 from tests.models.vision import gemma4_cases, pixtral_cases, square_cases
 from tests.models.vision.adapter_cases import ADAPTED, ADAPTER, adapter_tensor
 from tests.models.vision.cases import CASES, FOLDER, GRIDS, HYBRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
+from tests.models.vision.gemma4_pixels import their_patches
+from tools.comparing.fuzzing.oracle import picture_arguments
 
 NUM_NEW = 6
 """Tokens sampled after the prompt."""
@@ -150,7 +152,6 @@ def make_case(case: str) -> None:
 
 
 def make_gemma4(case: str) -> None:
-    """Patches stand line by line for transformers, with padding after them; the channels of a pixel together."""
     config = gemma4_cases.CASES[case]
     made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
     made._attn_implementation = "eager"
@@ -160,32 +161,14 @@ def make_gemma4(case: str) -> None:
         for name, tensor in named_tensors(model):
             shapes[name] = tuple(tensor.shape)
             tensor.copy_(torch.from_numpy(golden_tensor(name, shapes[name], SEED)))
-        vision = config["vision_config"]
-        is_map = "mm_embed_dim" in vision
-        side = vision["patch_size"] * (vision["pooling_kernel_size"] if is_map else 1)
-        pictures = gemma4_cases.pictures_of(case)
-        merge = 1 if is_map else vision["pooling_kernel_size"]
-        most = merge**2 * (2 + max(map(gemma4_cases.num_tokens, range(len(pictures)))))
-        pixels = np.zeros((len(pictures), most, 3 * side * side), np.float32)
-        places = np.full((len(pictures), most, 2), -1)
-        for index, picture in enumerate(pictures):
-            rows, columns = picture.shape[1] // side, picture.shape[2] // side
-            cut = picture.reshape(3, rows, side, columns, side).transpose(1, 3, 2, 4, 0)
-            pixels[index, : rows * columns] = cut.reshape(rows * columns, -1)
-            places[index, : rows * columns] = [(x, y) for y in range(rows) for x in range(columns)]
-        own = {"pixel_values": torch.from_numpy(pixels), "image_position_ids": torch.from_numpy(places)}
-        embeddings = torch.cat(list(model.model.get_image_features(**own).pooler_output)).numpy()
+        patches = their_patches(config["vision_config"], gemma4_cases.pictures_of(case))
+        made_rows = model.model.get_image_features(*map(torch.from_numpy, patches)).pooler_output
+        embeddings = torch.cat(list(made_rows)).numpy()
         ids = gemma4_cases.prompt_of(case)[0]
 
         def logits_of(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
-            kinds = torch.tensor([[int(token == IMAGE) for token in ids]])
-            words, count = model.get_input_embeddings()(torch.tensor([ids])), len(ids)
-            masks = model.create_masks_for_generate(  # 12B's own `forward` makes others than its `generate`
-                config=model.config, inputs_embeds=words, attention_mask=torch.ones(1, count), cache=None,
-                position_ids=torch.arange(count)[None], mm_token_type_ids=kinds,
-            )  # fmt: skip
-            made = model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, attention_mask=masks, **own)
-            logits: np.ndarray[Any, Any] = made.logits[0].float().numpy()
+            given = picture_arguments(model, ids, patches)
+            logits: np.ndarray[Any, Any] = model(input_ids=torch.tensor([ids]), **given).logits[0].float().numpy()
             return logits
 
         greedy: list[int] = []

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from tests.models.golden_weights import golden_tensor
+from tests.models.golden_weights import Array
 from tests.models.vision.cases import IMAGE, SEED
+from tests.models.vision.gemma4_pixels import drawn_pictures, our_patches
 
 BEGIN, END = 92, 93
 GRIDS = ((2, 3), (1, 4), (3, 3))
@@ -75,26 +74,11 @@ def prompt_of(case: str) -> tuple[list[int], list[int]]:
     return ids, firsts
 
 
-def pictures_of(case: str) -> list[np.ndarray[Any, Any]]:
-    """Each picture's pixels of 0 to 1, `[3, height, width]`."""
-    side = CASES[case]["vision_config"]["patch_size"] * CASES[case]["vision_config"]["pooling_kernel_size"]
-    made = []
-    for index, (lines, columns) in enumerate(GRIDS):
-        shape = (3, lines * side, columns * side)
-        flat = golden_tensor(f"picture.{index}.weight", (1, int(np.prod(shape))), SEED)
-        made.append((flat / (2 * np.abs(flat).max()) + np.float32(0.5)).reshape(shape))
-    return made
+def pictures_of(case: str) -> list[Array]:
+    """Each picture's pixels."""
+    return drawn_pictures(CASES[case]["vision_config"], GRIDS, SEED)
 
 
-def patches_of(case: str) -> list[tuple[np.ndarray[Any, Any], tuple[int, int]]]:
-    """Each picture's patches as the tower gets them, token by token, and their grid."""
-    vision, made = CASES[case]["vision_config"], []
-    is_map = "mm_embed_dim" in vision
-    merge = 1 if is_map else vision["pooling_kernel_size"]
-    side = vision["patch_size"] * (vision["pooling_kernel_size"] if is_map else 1)
-    for pixels in pictures_of(case):
-        pixels = pixels if is_map else 2 * (pixels - np.float32(0.5))
-        rows, columns = pixels.shape[1] // side, pixels.shape[2] // side
-        cut = pixels.reshape(3, rows // merge, merge, side, columns // merge, merge, side)
-        made.append((cut.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1), (rows, columns)))
-    return made
+def patches_of(case: str) -> list[tuple[Array, tuple[int, int]]]:
+    """Each picture's patches as the tower gets them."""
+    return our_patches(CASES[case]["vision_config"], pictures_of(case))

@@ -16,7 +16,7 @@ from tools.comparing.fuzzing.draw import Draw, Fields
 from tools.comparing.fuzzing.encoder_families import draw_pooled, pooled_families
 from tools.comparing.fuzzing.latent_families import LATENT
 from tools.comparing.fuzzing.later_families import LATER
-from tools.comparing.fuzzing.picture_families import GEMMA4, PICTURE_TOKENS, PICTURES
+from tools.comparing.fuzzing.picture_families import GEMMA4, PICTURE_TOKENS, PICTURES, with_pictures
 from tools.comparing.fuzzing.state_families import STATES
 
 Case = dict[str, Any]
@@ -62,6 +62,19 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         "notes": {name: rng.choice(values) for name, values in _NOTES.items() if rng.random() < 0.3},
         "texts": rng.sample(_TEXTS, 2),
     }  # fmt: skip
+
+
+def draw_forward(rng: random.Random, family: str, devices: list[str]) -> Case:
+    """A case of a family in float32 whose forward pass alone runs, on all of the `devices`."""
+    fields = _ALL[family][2](Draw(rng, is_emulated=True))
+    vocab = fields.get("text_config", fields)["vocab_size"]
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(1, most))] for most in (70, 20)]
+    run = {"block_size": 16, "exact": rng.random() < 0.25}
+    case = {
+        "family": family, "fields": fields, "dtype": "float32", "weights": rng.randrange(1 << 16), "prompts": prompts,
+        "num_new": 0, "runs": [{"device": device, **run} for device in devices], "fuses_experts": rng.random() < 0.5,
+    }  # fmt: skip
+    return with_pictures(rng, case) if family in ("gemma4_vision", "gemma4_unified") else case
 
 
 def _pooled_case(rng: random.Random, family: str, fields: Fields, is_short: bool, device: str | None) -> Case:
@@ -401,5 +414,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
 }
 POOLED = pooled_families(_FAMILIES)
 """Families that generate nothing."""
+FORWARD = [family for family in _FAMILIES if family != "phi3"]
+"""Families whose prompts may share a batch of a lone forward pass: a rotation does not depend on a prompt's length."""
 
 _ALL = _FAMILIES | POOLED

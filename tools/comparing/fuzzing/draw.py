@@ -9,8 +9,7 @@ Fields = dict[str, Any]
 
 
 class Draw:
-    """Draws the families' fields. On an emulated device head_dims are few, since a kernel is compiled for each, and
-    layers too."""
+    """Draws the families' fields. On an emulated device layers are few, and sizes for which a kernel is compiled."""
 
     def __init__(self, rng: random.Random, is_emulated: bool) -> None:
         self.rng = rng
@@ -22,8 +21,14 @@ class Draw:
 
     def head_dim(self, step: int = 2) -> int:
         if self.is_emulated:
-            return self.choice((16, 16, 64))
+            return self.choice((16, 16, 18, 24, 64))
         return self.choice((8, 16, 24, 32, 40, 64, 80, 96, 128, step * self.integer(1, 40)))
+
+    def kernel_size(self, least: int, most: int) -> int:
+        """A size for which a kernel is compiled."""
+        if self.is_emulated:
+            return self.choice([size for size in (7, 16, 36) if least <= size <= most])
+        return self.integer(least, most)
 
     def heads(self) -> Fields:
         kv_heads = self.choice((1, 1, 2, 2, 3, 5))

@@ -6,15 +6,20 @@ from collections.abc import Callable
 
 from tools.comparing.fuzzing.draw import Draw, Fields
 
+_SIZES = ((33, 8, 16, 24), (64, 16, 40, 12), (7, 2, 4, 5), (48, 32, 22, 40), (70, 10, 30, 17))
+"""Sizes of a row, rotated, of keys, of values, on an emulated device."""
+
 
 def _latent(draw: Draw) -> Fields:
     """The fields of both generations. transformers' rotation of V2 needs even strides of queries and rows."""
     fields = draw.decoder(has_head_dim=False)
-    key, rotary = draw.integer(1, 40), 2 * draw.integer(1, 16)
+    row, rotary, key, value = draw.integer(1, 70), 2 * draw.integer(1, 16), draw.integer(1, 40), draw.integer(1, 40)
+    if draw.is_emulated:
+        row, rotary, key, value = draw.choice(_SIZES)
     fields |= {
         "num_key_value_heads": fields["num_attention_heads"], "q_lora_rank": draw.choice((None, draw.integer(1, 48))),
-        "kv_lora_rank": draw.integer(1, 70), "qk_rope_head_dim": rotary, "qk_nope_head_dim": key + key % 2,
-        "v_head_dim": draw.integer(1, 40), "attention_bias": draw.flip(0.3),
+        "kv_lora_rank": row, "qk_rope_head_dim": rotary, "qk_nope_head_dim": key + key % 2,
+        "v_head_dim": value, "attention_bias": draw.flip(0.3),
         "moe_intermediate_size": draw.integer(1, 60), "n_shared_experts": draw.integer(1, 3),
         "first_k_dense_replace": draw.integer(0, 2), "routed_scaling_factor": draw.choice((1.0, 2.5)),
     }  # fmt: skip
@@ -64,6 +69,7 @@ def mistral4(draw: Draw) -> Fields:
     fields = _of_newer(draw)
     rotary = fields["qk_rope_head_dim"]
     keys = [each for each in range(1, 41) if int((each + rotary) * (rotary / (each + rotary))) == rotary]
+    keys = [max(each for each in keys if each <= fields["qk_nope_head_dim"])] if draw.is_emulated else keys
     return {
         **fields, "qk_nope_head_dim": draw.choice(keys), "rope_parameters": {
             "type": "yarn", "rope_type": "yarn", "rope_theta": draw.choice((1e4, 1e6)),

@@ -33,7 +33,9 @@ from tokenizers.trainers import BpeTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.models.golden_weights import golden_tensor, named_tensors, stored_tensors
+from tests.models.vision.gemma4_pixels import drawn_pictures, their_patches
 
+Pictures = tuple[np.ndarray, np.ndarray]  # pixels of patches, and where those are
 _TRIES = 4  # of moved weights
 
 
@@ -77,16 +79,17 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
                 arrays[f"output_{index}"] = output
                 noise = max(noise, float(np.abs(other - output).max() / np.abs(output).max()))
                 continue
-            greedy, logits = _continued(reference, prompt, request["num_new"])
+            pictures = _pictures(request) if "pictures" in request and index == 0 else None
+            greedy, logits = _continued(reference, prompt, request["num_new"], pictures=pictures)
             arrays[f"greedy_{index}"], arrays[f"logits_{index}"] = np.array(greedy), logits
-            difference = np.abs(_continued(own, prompt, request["num_new"], greedy)[1] - logits).max()
+            difference = np.abs(_continued(own, prompt, request["num_new"], greedy, pictures)[1] - logits).max()
             noise = max(noise, float(difference / np.abs(logits).max()))
     except ValueError as error:  # a configuration that fails only when the model runs
         return {"refused": f"{request['config_class']}: {error}"[:200]}
     condition = 0.0
     if dtype is torch.float32 and "types" not in request:
         whole = [[*prompt, *arrays[f"greedy_{index}"]] for index, prompt in enumerate(request["prompts"])]
-        condition = _condition(own, whole)
+        condition = _condition(own, whole, _pictures(request) if "pictures" in request else None)
     np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
     texts = request.get("texts", [])
     token_ids = _tokenized(texts, folder) if texts else []
@@ -110,22 +113,24 @@ def _tokenized(texts: list[str], folder: Path) -> list[list[int]]:
 
 
 def _continued(
-    model: Any, prompt: list[int], num_new: int, forced: list[int] | None = None
+    model: Any, prompt: list[int], num_new: int, forced: list[int] | None = None, pictures: Pictures | None = None
 ) -> tuple[list[int], np.ndarray]:
     """The greedy continuation (or the `forced` one), and the logits of the prompt and of each token but the last: each
     computed from its whole prefix without a cache, since a longrope's factors depend on the length."""
-    ids, rows = list(prompt), _logits(model, prompt)
+    ids, rows = list(prompt), _logits(model, prompt, pictures=pictures)
     for at in range(num_new):
         if at:
-            rows = np.concatenate((rows, _logits(model, ids)[-1:]))
+            rows = np.concatenate((rows, _logits(model, ids, pictures=pictures)[-1:]))
         ids.append(int(rows[-1].argmax()) if forced is None else forced[at])
     return ids[len(prompt) :], rows
 
 
-def _condition(model: Any, texts: list[list[int]]) -> float:
+def _condition(model: Any, texts: list[list[int]], first: Pictures | None) -> float:
     """How far the logits of a model of float64 move, relative to the largest, if each weight moves by 2**-24 of itself
-    in one direction or the other: the most of some tries. The model is not the same afterwards."""
-    exact = [_logits(model, ids, torch.float64) for ids in texts]
+    in one direction or the other: the most of some tries. The model is not the same afterwards. The `first` text has
+    pictures, or None."""
+    pictures = [first] + [None] * (len(texts) - 1)
+    exact = [_logits(model, *each, dtype=torch.float64) for each in zip(texts, pictures, strict=True)]
     weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
     generator, largest = torch.Generator().manual_seed(0), 0.0
     for _ in range(_TRIES):
@@ -133,8 +138,8 @@ def _condition(model: Any, texts: list[list[int]]) -> float:
             for name, parameter in model.named_parameters():
                 signs = 2 * torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.float64) - 1
                 parameter.copy_(weights[name] * (1 + 2.0**-24 * signs))
-        for ids, expected in zip(texts, exact, strict=True):
-            moved = np.abs(_logits(model, ids, torch.float64) - expected).max() / np.abs(expected).max()
+        for ids, own, expected in zip(texts, pictures, exact, strict=True):
+            moved = np.abs(_logits(model, ids, own, torch.float64) - expected).max() / np.abs(expected).max()
             largest = max(largest, float(moved))
     return largest
 
@@ -151,9 +156,27 @@ def _output(model: Any, ids: list[int], types: list[int] | None) -> np.ndarray:
     return rows[-1] if type(model).__name__.endswith("ForCausalLM") else rows
 
 
-def _logits(model: Any, ids: list[int], dtype: Any = torch.float32) -> np.ndarray:
+def _pictures(request: dict[str, Any]) -> Pictures:
+    vision = request["fields"]["vision_config"]
+    return their_patches(vision, drawn_pictures(vision, request["pictures"]["grids"], request["weights"]))
+
+
+def picture_arguments(model: Any, ids: list[int], pictures: Pictures) -> dict[str, Any]:
+    """Arguments of a Gemma 4 beside the ids. The masks are those of its `generate`: 12B's `forward` makes others."""
+    kinds = {"mm_token_type_ids": torch.tensor([[int(token == model.config.image_token_id) for token in ids]])}
+    words, count = model.get_input_embeddings()(torch.tensor([ids])), len(ids)
+    masks = model.create_masks_for_generate(
+        config=model.config, inputs_embeds=words, attention_mask=torch.ones(1, count), cache=None,
+        position_ids=torch.arange(count)[None], **kinds,
+    )  # fmt: skip
+    pixels, places = map(torch.from_numpy, pictures)
+    return {**kinds, "attention_mask": masks, "pixel_values": pixels, "image_position_ids": places}
+
+
+def _logits(model: Any, ids: list[int], pictures: Pictures | None = None, dtype: Any = torch.float32) -> np.ndarray:
     with torch.inference_mode():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0].to(dtype).numpy()
+        given = {} if pictures is None else picture_arguments(model, ids, pictures)
+        logits = model(torch.tensor([ids]), use_cache=False, **given).logits[0].to(dtype).numpy()
     assert logits.shape[0] == len(ids)
     return logits
 

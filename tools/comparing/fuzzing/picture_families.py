@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 from tools.comparing.fuzzing.draw import Draw, Fields
 from tools.comparing.fuzzing.latent_families import mistral4
@@ -156,7 +158,8 @@ def _pictures(draw: Draw, model_type: str, text: Fields, tower: Fields) -> Field
 
 
 def _with_tower(draw: Draw) -> Fields:
-    heads, head_dim, side = draw.integer(1, 3), draw.choice((4, 8, 12)), draw.integer(1, 3)
+    """With tokens of one patch transformers' pooling keeps the padding instead of the tokens."""
+    heads, head_dim, side = draw.integer(1, 3), draw.choice((4, 8, 12)), draw.integer(2, 3)
     tower = {
         "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim,
         "hidden_size": heads * head_dim, "intermediate_size": draw.integer(8, 40), "pooling_kernel_size": side,
@@ -170,6 +173,21 @@ def _unified(draw: Draw) -> Fields:
     width = draw.integer(8, 40)
     tower = {"mm_embed_dim": width, "output_proj_dims": width, "pooling_kernel_size": draw.integer(1, 3)}
     return _pictures(draw, "gemma4_unified_text", {**text, "num_kv_shared_layers": 0}, tower)
+
+
+def with_pictures(rng: random.Random, case: dict[str, Any]) -> dict[str, Any]:
+    """A Gemma 4's case with small pictures in the first prompt, and a token of pictures that no text has."""
+    fields = case["fields"]
+    begin, end, image = (fields["text_config"]["vocab_size"] - place for place in (1, 2, 3))
+    ids, grids, firsts = [rng.randrange(image) for _ in range(rng.randint(0, 15))], [], []
+    for _ in range(rng.randint(1, 2)):
+        grids.append((rng.randint(1, 3), rng.randint(1, 3)))
+        firsts.append(len(ids) + 1)
+        words = [rng.randrange(image) for _ in range(rng.randint(0, 15))]
+        ids += [begin, *[image] * (grids[-1][0] * grids[-1][1]), end, *words]
+    others = [[token % image for token in prompt] for prompt in case["prompts"][1:]]
+    pictures = {"grids": grids, "firsts": firsts}
+    return {**case, "fields": fields | {"image_token_id": image}, "prompts": [ids, *others], "pictures": pictures}
 
 
 GEMMA4: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {

@@ -41,7 +41,8 @@ def _lfm2_moe(draw: Draw) -> Fields:
 def _granite_hybrid(draw: Draw) -> Fields:
     fields, groups = draw.decoder(has_head_dim=False), draw.choice((1, 1, 2, 3))
     heads, expand, head_dim = groups * draw.integer(1, 3), draw.integer(1, 3), fields["num_attention_heads"]
-    fields["hidden_size"] = heads * head_dim * draw.choice((2, 4, 6))
+    width = (18 if heads % 3 == 0 else 16) // heads if draw.is_emulated else draw.choice((2, 4, 6))
+    fields["hidden_size"] = heads * head_dim * width
     count = draw.choice((0, draw.integer(1, 9)))
     return {
         **fields, "rope_parameters": draw.rope(), "embedding_multiplier": draw.choice((1.0, 12.0)),
@@ -50,7 +51,7 @@ def _granite_hybrid(draw: Draw) -> Fields:
         "num_local_experts": count, "num_experts_per_tok": draw.integer(1, count) if count else 0,
         "shared_intermediate_size": draw.integer(1, 90), "position_embedding_type": draw.choice((None, "rope", "nope")),
         "layer_types": _kinds(draw, fields["num_hidden_layers"], "linear_attention", "full_attention"),
-        "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": draw.integer(1, 40),
+        "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": draw.kernel_size(1, 40),
         "mamba_d_conv": draw.integer(2, 5), "mamba_expand": expand, "mamba_chunk_size": draw.choice((16, 256)),
         "mamba_d_head": draw.choice(("auto", expand * fields["hidden_size"] // heads)),
         "mamba_conv_bias": draw.flip(0.8), "mamba_proj_bias": draw.flip(0.3),
@@ -69,7 +70,8 @@ def _nemotron_h(draw: Draw) -> Fields:
     return {
         **fields, "layer_norm_epsilon": fields.pop("rms_norm_eps"), "layers_block_type": kinds,
         "mamba_num_heads": groups * draw.integer(1, 3), "n_groups": groups, "mamba_head_dim": draw.integer(1, 24),
-        "ssm_state_size": draw.integer(1, 40), "conv_kernel": draw.integer(2, 5), "chunk_size": draw.choice((16, 128)),
+        "ssm_state_size": draw.kernel_size(1, 40), "conv_kernel": draw.integer(2, 5),
+        "chunk_size": draw.choice((16, 128)),
         "use_conv_bias": draw.flip(0.8), "use_bias": draw.flip(0.3), "mlp_bias": draw.flip(0.3), "time_step_min": 1e-9,
         "n_routed_experts": count, "n_group": expert_groups, "topk_group": best,
         "num_experts_per_tok": draw.integer(1, best * count // expert_groups), "norm_topk_prob": draw.flip(0.7),
@@ -84,7 +86,7 @@ def _nemotron_h(draw: Draw) -> Fields:
 
 def _delta_rule(draw: Draw) -> Fields:
     fields, keys = draw.decoder(has_head_dim=True, step=8), draw.choice((1, 2, 3, 4))
-    key_dim, value_dim = (draw.choice((8, 16)) if draw.is_emulated else draw.integer(3, 40) for _ in range(2))
+    key_dim, value_dim = draw.kernel_size(3, 40), draw.integer(3, 40)
     pairs, num_layers = fields["head_dim"] // 2, fields["num_hidden_layers"]
     partial = draw.choice((1.0, 0.5, 0.25)) if fields["head_dim"] % 8 == 0 else 1.0
     return {
