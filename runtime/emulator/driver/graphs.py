@@ -222,7 +222,11 @@ class GraphFunctions(LaunchFunctions):
                 operation = operation.queued()
             work = self.scheduler.submit(queues[step.branch], operation, waits)
             if self.order.is_active:
-                self.stamp(work, waits, f"{step.operation.label} of a graph in {stream}", self._overlap(step))
+                kernel = step.operation.function if isinstance(step.operation, KernelLaunch) else None
+                self.stamp(
+                    work, waits, f"{step.operation.label} of a graph in {stream}", self._overlap(step),
+                    starts_next_early=kernel is not None and kernel.starts_next_early,
+                )  # fmt: skip
             works.append(work)
         ends = tuple(queue.last for queue in queues[1:] if queue.last is not None)
         found.last = self.enqueue(stream, None, ends)

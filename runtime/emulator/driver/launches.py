@@ -164,7 +164,9 @@ class LaunchFunctions(ModuleFunctions):
         if stream.capture is not None:
             self.add_captured(stream, operation, is_programmatic=attributes.is_dependent)
         else:
-            self.enqueue(stream, operation, (), overlap_of(operation))
+            self.enqueue(
+                stream, operation, (), overlap_of(operation), starts_next_early=function.starts_next_early
+            )  # fmt: skip
 
     @entry(1)
     def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> int:

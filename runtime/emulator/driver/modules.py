@@ -63,6 +63,7 @@ class Function:
         required_block, required_cluster: fixed by its text, or None.
         max_dynamic_shared_bytes: the attribute, which a launch may not exceed.
         checked: launch configurations that have been found valid.
+        waits_for_dependency, starts_next_early: whether it executes griddepcontrol.wait, and launch_dependents before.
     """
 
     def __init__(self, handle: int, module: Module, kernel: Kernel) -> None:
@@ -83,6 +84,8 @@ class Function:
         self._registers = 0
         opcodes = {instruction.opcode for instruction in kernel.instructions}
         self.waits_for_dependency = "griddepcontrol.wait" in opcodes
+        controls = [each.opcode for each in kernel.instructions if each.opcode.startswith("griddepcontrol.")]
+        self.starts_next_early = controls[:1] == ["griddepcontrol.launch_dependents"]
 
     @property
     def registers(self) -> int:

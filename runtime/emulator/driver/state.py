@@ -360,8 +360,9 @@ class DriverState:
             raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, f"{call} while a stream is captured")
 
     def enqueue(
-        self, stream: Stream, operation: Operation | None, waits: Sequence[Work] = (), overlap: Overlap = Overlap.NONE
-    ) -> Work:
+        self, stream: Stream, operation: Operation | None, waits: Sequence[Work] = (), overlap: Overlap = Overlap.NONE,
+        *, starts_next_early: bool = False,
+    ) -> Work:  # fmt: skip
         """Queues work in a stream that is not captured, after the waits of the legacy stream's rule."""
         context = stream.context
         if stream.handle == 0:
@@ -376,15 +377,20 @@ class DriverState:
             operation = operation.queued()
         work = self.scheduler.submit(stream.queue, operation, waits)
         if self.order.is_active:
-            self.stamp(work, waits, f"{operation.label} in {stream}" if operation is not None else "", overlap)
+            self.stamp(
+                work, waits, f"{operation.label} in {stream}" if operation is not None else "", overlap,
+                starts_next_early=starts_next_early,
+            )  # fmt: skip
         return work
 
-    def stamp(self, work: Work, waits: Sequence[Work], label: str, overlap: Overlap) -> None:
+    def stamp(
+        self, work: Work, waits: Sequence[Work], label: str, overlap: Overlap, *, starts_next_early: bool = False
+    ) -> None:
         if self.order.is_exhausted(work.queue):
             self.scheduler.finish_all()
             streams = [stream for context in self.contexts.values() for stream in context.streams.values()]
             self.order.restart([stream.queue for stream in streams])
-        self.order.stamp(work, waits, label=label, overlap=overlap)
+        self.order.stamp(work, waits, label=label, overlap=overlap, starts_next_early=starts_next_early)
 
     def wait_for(self, work: Work | None, context: Context) -> None:
         """Runs until a work is done, and orders the host after it. Raises Refused for a fault on the way."""

@@ -82,9 +82,10 @@ class Work:
         is_done: it has run, or was dropped with its context.
         ended_s: when, by `time.perf_counter`.
         clock, epoch: its place among all streams, from `StreamOrder.stamp`; None and 0 where order is not checked.
+        early, starts_next_early: of a kernel, see `StreamOrder.stamp`.
     """
 
-    __slots__ = ("clock", "ended_s", "epoch", "is_done", "operation", "queue", "waits")
+    __slots__ = ("clock", "early", "ended_s", "epoch", "is_done", "operation", "queue", "starts_next_early", "waits")
 
     def __init__(self, operation: Operation | None, queue: Queue, waits: tuple[Work, ...]) -> None:
         self.operation, self.queue, self.waits = operation, queue, waits
@@ -92,6 +93,8 @@ class Work:
         self.ended_s = 0.0
         self.clock: Any = None
         self.epoch = 0
+        self.early: Any = None
+        self.starts_next_early = False
 
 
 class Queue:

@@ -71,7 +71,7 @@ class FaultKind(IntEnum):
     SOURCE_IN_FLIGHT = 301, "{address:#x} is overwritten while an asynchronous operation still reads it"
     BEFORE_DEPENDENCY = (
         302, "a dependent launch touches global memory at {address:#x}, which was not declared immutable, before "
-        "griddepcontrol.wait",
+        "griddepcontrol.wait (strong loads may, of what works that had ended have written)",
     )  # fmt: skip
     MISSING_PROXY_FENCE = (
         303, "the async proxy reads shared memory at {address:#x} that warp {a} wrote through the generic proxy, "

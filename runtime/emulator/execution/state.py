@@ -106,6 +106,7 @@ class Warp(Record, size_words=32):
     wgmma = To("WgmmaList")  # wgmma in flight, or 0
     proxy_seen = Long()  # block.proxy_time when the warp last passed a barrier
     is_before_dependency = Long()  # 1 until griddepcontrol.wait in a dependent launch
+    is_strong_read = Long()  # 1 while a strong load is checked
     max_registers = Long()  # what setmaxnreg set, or 0
     cluster_phase = Long()  # barrier.cluster: generation << 32 | lanes that arrived and have not waited
     num_polls = Long()  # mbarrier.test_wait in vain since block.progress was polled_progress

@@ -177,13 +177,14 @@ def _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, 
 def memory_careful(
     warp, mask, site, addresses, offset, space, size, count, is_wide, flags, s0, s1, s2, s3, s4, s5, s6, s7
 ):  # fmt: skip
-    """A load or store of any kind, with every check of the launch. Slots come as addresses."""
+    """A load or store of any kind, with all checks of the launch. Slots come as addresses."""
     places, blocks, shadows, slots = stack_longs(32), stack_longs(32), stack_longs(32), stack_longs(8)
     place = stack_longs(3)
     slots[0], slots[1], slots[2], slots[3], slots[4], slots[5], slots[6], slots[7] = s0, s1, s2, s3, s4, s5, s6, s7
     checks = warp.launch.checks
     total = size * count
     action = STORE if flags & IS_STORE else LOAD
+    warp.is_strong_read = 1 if action == LOAD and flags & IS_STRONG else 0
     for lane in range(32):
         if mask >> lane & 1:
             address = addresses[lane] + offset
@@ -192,6 +193,7 @@ def memory_careful(
             places[lane], blocks[lane], shadows[lane] = place[HOST], place[BLOCK], place[SHADOW]
             if check_bytes(warp, site, lane, address, total, action, space, place[SHADOW]):
                 return 1
+    warp.is_strong_read = 0
     if checks & COUNT_MEMORY:
         count_access(warp, site, mask, address_of(places), address_of(blocks), total)
     is_racing = checks & CHECK_RACES != 0 and bool(warp.clock)

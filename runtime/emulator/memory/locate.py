@@ -40,7 +40,7 @@ from runtime.emulator.memory.pointers import address_of, fill_bytes
 from runtime.emulator.races.clocks import ATOMIC as ATOMIC
 from runtime.emulator.races.clocks import LOAD as LOAD
 from runtime.emulator.races.clocks import STORE as STORE
-from runtime.emulator.races.clocks import touch_range
+from runtime.emulator.races.clocks import touch_range, was_written_before
 from runtime.emulator.translation.operations import compiled_once
 
 malloc = types.ExternalFunction("malloc", types.int64(types.int64))
@@ -218,21 +218,27 @@ def _shared_place(warp, site, lane, address, size, action, space, place):
 
 
 @njit
-def _may_touch_early(launch, address, size, action):
-    """Whether a dependent launch may touch a range before griddepcontrol.wait: it only reads immutable bytes."""
+def _may_touch_early(warp, address, size, action):
+    """Whether a dependent launch may touch a range before griddepcontrol.wait: it reads immutable bytes, or, by strong
+    loads, which pass the first-level cache, bytes that no work has written which may not have ended yet."""
+    launch = warp.launch
     relative = address - launch.arena
     if action != LOAD or not 0 <= relative <= launch.arena_bytes - size:
         return False
     shadow, every = u8_at(launch.arena_shadow + relative), 255
     for index in range(size):
         every &= shadow[index]
-    return every & IS_IMMUTABLE != 0
+    if every & IS_IMMUTABLE != 0:
+        return True
+    if not warp.is_strong_read or not launch.stream_order:
+        return False
+    return was_written_before(launch, address, size)
 
 
 @njit
 def global_place(warp, site, lane, address, size, action, space, place):
     launch = warp.launch
-    if warp.is_before_dependency and not _may_touch_early(launch, address, size, action):
+    if warp.is_before_dependency and not _may_touch_early(warp, address, size, action):
         return report(warp, FaultKind.BEFORE_DEPENDENCY, site, lane, address, action, size, space, address)
     place[HOST] = address
     place[BLOCK] = 0

@@ -104,6 +104,7 @@ class StreamTouch(Record):
     cells = Long()  # address of the granules' cells
     arena, arena_bytes = Long(), Long()
     clock = Words()  # the work's vector clock
+    early = Words()  # the clock of what had ended when the work began, if it may have begun early
     epoch = Long()
 
 
@@ -146,6 +147,17 @@ def _touch(order, granule, is_write):
             return False
     cells[CELLS - 1] = epoch
     return False
+
+
+@njit
+def was_written_before(launch, address, size):
+    """Whether all works that have written a range had ended when this dependent launch began."""
+    order = launch.stream_order
+    relative = address - order.arena
+    for granule in range(relative >> GRANULE_SHIFT, ((relative + size - 1) >> GRANULE_SHIFT) + 1):
+        if _is_unordered(order.early, u32_at(order.cells + granule * (4 * CELLS))[0]):
+            return False
+    return True
 
 
 @njit

@@ -99,18 +99,28 @@ class StreamOrder:
                 self._free.append(slot)
 
     def stamp(
-        self, work: Work, after: Iterable[Work] = (), *, label: str = "", overlap: Overlap = Overlap.NONE
-    ) -> None:
+        self, work: Work, after: Iterable[Work] = (), *, label: str = "", overlap: Overlap = Overlap.NONE,
+        starts_next_early: bool = False,
+    ) -> None:  # fmt: skip
         """Sets a work's clock and epoch: after its queue, after `after`, after the host's waits.
 
         Dependent launches may come after less than all of their queue. A later launch that is not dependent comes after
-        all.
+        all. A dependent launch may begin when all blocks of the kernel before it have said so. If they say it behind
+        their own wait, all works in front of that kernel have ended then: `early` is the clock of what has. A kernel
+        that `starts_next_early` says it before.
         """
         queue = work.queue
+        work.starts_next_early = starts_next_early
         before, queue.kernel = queue.kernel, work if overlap is not Overlap.NONE else None
         slot, clock = queue.slot, queue.clock
+        if before is None and overlap is not Overlap.NONE:
+            work.early = clock.copy()
         if before is not None and overlap in (Overlap.WAITING, Overlap.UNORDERED):
             clock = before.clock.copy()
+            work.early = before.early
+            if not before.starts_next_early or before.early is None:
+                work.early = clock.copy()
+                work.early[before.epoch >> SEQUENCE_BITS] = (before.epoch & MAX_SEQUENCE) - 1
             if overlap is Overlap.UNORDERED:
                 clock[before.epoch >> SEQUENCE_BITS] = (before.epoch & MAX_SEQUENCE) - 1
             if (clock < queue.clock).any():
@@ -209,6 +219,7 @@ class StreamOrder:
         touch = StreamTouch.new()
         touch.cells, touch.arena, touch.arena_bytes = self.cells(machine)[0], machine.base, machine.span
         touch.clock, touch.epoch = work.clock.ctypes.data, work.epoch
+        touch.early = 0 if work.early is None else work.early.ctypes.data
         return touch
 
     def conflict_at(self, work: Work, machine: Machine, address: int) -> Conflict | None:

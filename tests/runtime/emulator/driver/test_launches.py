@@ -331,6 +331,22 @@ def test_a_dependent_launch_that_touches_memory_before_it_waits() -> None:
         assert fault.kind == FaultKind.BEFORE_DEPENDENCY
 
 
+def test_a_dependent_launch_may_read_early_what_works_that_had_ended_wrote() -> None:
+    """The second's blocks let the third begin when the second has waited for the first."""
+    read, next_one = "ld.relaxed.gpu.global.b32 %a, [%x];", "griddepcontrol.launch_dependents;"
+    assert dependent_case(WRITE, WAIT + next_one, read + WAIT) == (R.CUDA_SUCCESS, None)
+    assert dependent_case(WRITE, WAIT, read + WAIT) == (R.CUDA_SUCCESS, None)
+    for second, third in (
+        (next_one + WAIT, read + WAIT),  # the first may still run
+        (WAIT + next_one + WRITE, read + WAIT),
+        (WAIT + next_one, "ld.global.b32 %a, [%x];" + WAIT),  # the first-level cache may have an older number
+    ):
+        status, fault = dependent_case(WRITE, second, third)
+        assert status == R.CUDA_ERROR_LAUNCH_FAILED
+        assert isinstance(fault, EmulatorFault)
+        assert fault.kind == FaultKind.BEFORE_DEPENDENCY
+
+
 def test_in_a_chain_of_dependent_launches_each_must_wait() -> None:
     """The second touches nothing and never waits; the third waits for the second alone."""
     status, fault = dependent_case(WRITE, "", WAIT + WRITE)
