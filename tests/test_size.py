@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 44_543,
-    "runtime/emulator": 16_989,
+    "numba_kernels": 45_146,
+    "runtime/emulator": 17_039,
     "runtime/device": 3_911,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_634,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_571,
     "server": 23_630,
     "tokenizer": 7_628,
-    "tools": 20_861,
+    "tools": 20_869,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.
@@ -43,7 +43,7 @@ OF_OTHERS = ROOT / "server" / "page" / "vendor"
 
 MOST_FILES = 25  # of a folder
 MOST_FUNCTION_LINES, MOST_KERNEL_LINES = 150, 250
-LONG_KERNELS = {"decode_tensor_core", "skinny", "mixed_input"}
+LONG_KERNELS = {"skinny", "mixed_input"}
 """Files of kernels with functions that are longer: the ones whose structure is to change next."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "measurements" / "README.md"]

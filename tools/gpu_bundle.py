@@ -78,9 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tracked_bytes() -> int:
-    """Of the working tree's tracked files; 0 outside of git."""
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False)
-    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    """The size of the working tree's tracked files; 0 outside of git."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=False).stdout
+    paths = [ROOT / name for name in os.fsdecode(listed).split("\0") if name]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import chain_sampling, experts, logprobs, sampling
-from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_tensor_core
+from numba_kernels.cuda.attention import flash_float32, flash_tensor_core
+from numba_kernels.cuda.attention.decode_block import decode_block
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import WIDE
 from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
@@ -313,7 +314,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
             return flash_float32.shared_bytes(head_dim, constants["v_dim"], is_split)
         num_rows, pages = constants["num_rows"], constants["pages"]
         if is_split:
-            return decode_tensor_core.shared_bytes(dtype, head_dim, num_rows, pages)
+            return decode_block(dtype, head_dim, num_rows, pages).shared_bytes
         return flash_tensor_core.shared_bytes(dtype, head_dim, constants["v_dim"], num_rows, pages)
     return 0
 

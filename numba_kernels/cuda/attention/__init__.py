@@ -16,7 +16,7 @@ The tiers, each one a step:
     flash_tensor_core     the same walk with mma.sync, f16 and bf16, and asynchronous copies
     flash_hopper          tiles brought by the TMA and multiplied by wgmma, softmax beside the products
     flash_wide            heads wider than 256: warps divide their columns; prompts, and decode
-    decode_tensor_core    few queries: bound by bandwidth, a sequence split over many blocks (`parts`, and float32's
+    decode_tensor_core    few queries: bound by bandwidth, sequences split over blocks (`runs`; `parts` for float32's
                           `flash_float32` with is_split), one read of K and V for all query heads that share them
 
 `plan` chooses. Blocks of the flash tier are laid over (tiles of the longest chunk, KV heads, sequences), and those

@@ -291,6 +291,14 @@ def workspace_bytes(head_dim: int, num_rows: int, num_blocks: int, num_kv_heads:
 _arrive = instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "l r")  # beyond the limit comes 0
 
 
+@device_function
+def count_in(arrivals, first, num_parts, kv_head, num_kv_heads):
+    """One thread's call for its block's part of a tile, a barrier after the records' stores: how many of the
+    tile's parts came before, whose records are there then. `first` is the place of the tile's first part."""
+    tile = arrivals + (uint64(first) * uint64(num_kv_heads) + uint64(kv_head)) * uint64(4)
+    return _arrive(tile, uint32(num_parts - uint32(1)))
+
+
 @functools.cache
 def parts_combiner(
     dtype: str, head_dim: int, num_rows: int, threads: int, has_sinks: bool, barrier: int = 0
@@ -301,12 +309,7 @@ def parts_combiner(
     The arguments are addresses (`scratch`: of 4 shared bytes), then numbers as the tiers' kernels have them. `arrivals`
     counts a tile's blocks, in uint32 [blocks, KV heads] at that of its first part: zero before and after a launch.
     """
-    columns = tile_shape("f32", head_dim).columns
-    warps, per_lane = threads // 32, -(-columns // 128)  # fours of columns
-    ahead = 16 // per_lane  # records that a warp has under way
-    record_bytes, item_bytes = uint64(record(head_dim) * 4), uint64(ITEM_BYTES[dtype])
-    place_of, store, store_four = record_place(head_dim, num_rows), elements_storer(dtype, 1), quad_storer(dtype)
-    is_whole, has_fours = columns % 128 == 0, head_dim % 4 == 0
+    add = records_adder(dtype, head_dim, num_rows, threads, has_sinks)
     meet = device_function(lambda: sync_named(uint32(barrier), uint32(threads))) if barrier else sync_block
 
     @device_function
@@ -317,10 +320,33 @@ def parts_combiner(
         first = uint32(block - part)
         meet()
         if thread == uint32(0):
-            tile = arrivals + (uint64(first) * uint64(num_kv_heads) + uint64(kv_head)) * uint64(4)
-            shared_store_b32(scratch, _arrive(tile, uint32(num_parts - uint32(1))))
+            shared_store_b32(scratch, count_in(arrivals, first, num_parts, kv_head, num_kv_heads))
         meet()
         is_last = uint32(shared_load_b32(scratch) + uint32(1)) == num_parts
+        add(
+            is_last, workspace, out, sinks, first, num_parts, kv_head, num_kv_heads, num_q_heads, share, first_token,
+            first_row, rows, thread,
+        )  # fmt: skip
+
+    return combine
+
+
+@functools.cache
+def records_adder(dtype: str, head_dim: int, num_rows: int, threads: int, has_sinks: bool) -> Any:
+    """A device function of all threads of a block: if it `is_last` of a tile, the tile's records are added, and its
+    rows written out."""
+    columns = tile_shape("f32", head_dim).columns
+    warps, per_lane = threads // 32, -(-columns // 128)  # fours of columns
+    ahead = 16 // per_lane  # records that a warp has under way
+    record_bytes, item_bytes = uint64(record(head_dim) * 4), uint64(ITEM_BYTES[dtype])
+    place_of, store, store_four = record_place(head_dim, num_rows), elements_storer(dtype, 1), quad_storer(dtype)
+    is_whole, has_fours = columns % 128 == 0, head_dim % 4 == 0
+
+    @device_function
+    def add(
+        is_last, workspace, out, sinks, first, num_parts, kv_head, num_kv_heads, num_q_heads, share, first_token,
+        first_row, rows, thread,
+    ):  # fmt: skip
         lane = lane_index()
         sums = cuda.local.array((per_lane, 4), float32)
         values = cuda.local.array((ahead, per_lane, 4), float32)
@@ -382,4 +408,4 @@ def parts_combiner(
                             store(target + uint64(uint32(column + uint32(j))) * item_bytes, value)
             own_row = uint32(own_row + uint32(warps))
 
-    return combine
+    return add

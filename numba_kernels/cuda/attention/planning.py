@@ -17,6 +17,7 @@ from numba_kernels.cuda.attention import (
     parts,
     segments,
 )
+from numba_kernels.cuda.attention.decode_block import decode_block
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.prepared_heads import HeadForm, fits_tiles
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
@@ -31,7 +32,6 @@ _DECODE_ROWS = 16  # the largest tile of the decode kernels
 _MOST_VERIFIED = 8  # queries of a sequence that tries proposals
 _SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot use all the bandwidth
 _DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds
-_HALF_BLOCKS = 2  # what half of it holds, for 16-bit pages: 1.5 to 2 blocks of 64 KB streamed as fast as 3 on an H200
 _SHORT_BYTES = 32 << 20  # of a batch's keys and values: some 8 us on an H200
 _WAVES = 2  # of blocks, where one cannot hold them; four took 3 to 5 % longer (docs/measurements, 2026-11-26, an H200)
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
@@ -208,11 +208,11 @@ def plan(
         num_rows, shared_bytes = wide.num_rows, wide.shared_bytes
         kernel = flash_wide.flash_wide(wide, block_size, True, variant)
     else:
-        num_rows = 8 if rows <= 8 else _DECODE_ROWS
+        num_rows = 8 if rows <= 8 else _most_rows(head_dim, pages)
         if heads is not None and max_query_len == 1 and rows <= num_rows and fits_tiles(heads):
             prepared = heads
         kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant, prepared)
-        shared_bytes = decode_tensor_core.shared_bytes(dtype, head_dim, num_rows, pages)
+        shared_bytes = decode_block(dtype, head_dim, num_rows, pages).shared_bytes
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
     key_bytes = 2 * num_kv_heads * head_dim * (1 if pages else ITEM_BYTES[dtype])
@@ -220,15 +220,21 @@ def plan(
     is_short = arch in HALF_SHARED_BYTES and num_seqs * most_keys * key_bytes <= _SHORT_BYTES
     blocks_per_sm = _DECODE_BLOCKS_PER_SM if head_dim <= WIDE and not is_short else 1
     if dtype != "f32" and not pages and head_dim <= 128:
-        blocks_per_sm = _HALF_BLOCKS
-    wanted = _wanted(tiles, num_kv_heads, num_sms * blocks_per_sm) if most_keys > parts.MIN_PART_KEYS else 0
-    blocks = tiles + wanted
+        blocks_per_sm = decode_tensor_core.HALF_BLOCKS
+    has_runs, is_whole = dtype != "f32" and head_dim <= WIDE, most_keys <= parts.MIN_PART_KEYS
+    if has_runs:
+        wanted = blocks = tiles if is_whole else max(1, num_sms * blocks_per_sm // num_kv_heads)
+    else:
+        wanted = 0 if is_whole else _wanted(tiles, num_kv_heads, num_sms * blocks_per_sm)
+        blocks = tiles + wanted
     attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)
-    if not wanted:
-        return AttentionPlan(tier, attend, 0, 1, shape, prepares=prepared is not None)
-    workspace_bytes = parts.workspace_bytes(head_dim, num_rows, blocks, num_kv_heads)
-    num_arrivals = blocks * num_kv_heads
-    return AttentionPlan(tier, attend, workspace_bytes, wanted, shape, num_arrivals, prepared is not None)
+    if is_whole:
+        return AttentionPlan(tier, attend, 0, max(1, wanted), shape, prepares=prepared is not None)
+    records = tiles + wanted
+    workspace_bytes = parts.workspace_bytes(head_dim, num_rows, records, num_kv_heads)
+    return AttentionPlan(
+        tier, attend, workspace_bytes, wanted, shape, records * num_kv_heads, prepared is not None
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +284,11 @@ def plan_expanded(
     else:
         launch, size = flash_tensor_core.plan_expanded(dtype, qk_dim, v_dim, query_len=query_len, num_heads=num_heads)
     return ExpandedPlan(launch, num_heads, size)
+
+
+def _most_rows(head_dim: int, pages: str) -> int:
+    """The rows of a decode kernel's largest tile: 16 of wide heads and bytes would not fit in registers."""
+    return 8 if pages and head_dim > 128 else _DECODE_ROWS
 
 
 def _flash_rows(dtype: str, head_dim: int, rows: int, arch: str) -> int:
@@ -355,5 +366,5 @@ def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisa
         yield from _flash(dtype, head_dim, variant, (64, 128))
         if dtype == "bf16" and head_dim >= 64 and not variant.pages:
             yield flash_hopper.flash_hopper(dtype, head_dim, head_dim, 16, variant)
-        for num_rows in (8, 16):
+        for num_rows in sorted({8, _most_rows(head_dim, variant.pages)}):
             yield decode_tensor_core.decode_tensor_core(dtype, head_dim, 16, num_rows, variant)

@@ -105,7 +105,7 @@ class StreamOrder:
         """Sets a work's clock and epoch: after its queue, after `after`, after the host's waits.
 
         Dependent launches may come after less than all of their queue. A later launch that is not dependent comes after
-        all. A dependent launch may begin when all blocks of the kernel before it have said so. If they say it behind
+        all. A dependent launch may begin when all blocks of the kernel before it have said so. If they say it after
         their own wait, all works in front of that kernel have ended then: `early` is the clock of what has. A kernel
         that `starts_next_early` says it before.
         """
