@@ -246,6 +246,44 @@ def soonest_of_warp(time):
     return f32_from_bits(flipped ^ uint32(_ALL_BITS))
 
 
+@device_function
+def _run_race(own_part, seed, draw, token, largest, lowest, num_candidates, search_memory):
+    """A thread's winner, (time, its lower part, token), of the race of its block's tokens, or candidates.
+
+    `token` is one of the largest. It is of weight 1 and runs first: those that cannot be faster need no logarithm."""
+    (part, first_quad, num_quads, num_tokens), (choice, position) = own_part, draw
+    key_low, key_high = uint32(seed), uint32(seed >> uint64(32))
+    words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
+    first = no_later_than(pick(words, token & uint32(3))), float32(0.0), uint32(NO_TOKEN)
+    lane, first_of_warp = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) & uint32(0xFFFFFFE0)
+    if num_candidates > uint32(MAX_CANDIDATES):
+        while first_of_warp < num_quads:
+            quad = uint32(first_of_warp + lane)
+            quad_logits = load_quad(part, quad, num_tokens)
+            at, bound = uint32(first_quad + quad), soonest_of_warp(first[0])
+            words = philox(at, choice, position, uint32(0), key_low, key_high)
+            may_win = False
+            for e in range(4):
+                may_win |= could_win(quad_logits[e], words[e], largest, bound)
+            e = uint32(0)
+            while may_win and e < uint32(4):
+                token = uint32(uint32(at * uint32(4)) + e)
+                first = race(pick(quad_logits, e), pick(words, e), token, largest, lowest, bound, first)
+                e = uint32(e + uint32(1))
+            first_of_warp = uint32(first_of_warp + uint32(THREADS))
+    else:
+        while first_of_warp < num_candidates:
+            bound = soonest_of_warp(first[0])
+            if uint32(first_of_warp + lane) < num_candidates:
+                logit, token = candidate_at(search_memory, uint32(first_of_warp + lane))
+                words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
+                word = pick(words, token & uint32(3))
+                if could_win(logit, word, largest, bound):
+                    first = race(logit, word, token, largest, lowest, bound, first)
+            first_of_warp = uint32(first_of_warp + uint32(THREADS))
+    return first
+
+
 @functools.cache
 def _kernel(is_cluster: bool) -> Specialisation:
     rank_in_row, num_blocks, _, leave, _, _ = row_blocks(is_cluster)
@@ -262,7 +300,6 @@ def _kernel(is_cluster: bool) -> Specialisation:
         thread = uint32(cuda.threadIdx.x)
         shared = uint32(uint32(memory.shared_address(cuda.shared.array(0, uint32)) + uint32(15)) & uint32(0xFFFFFFF0))
         search_memory = uint32(shared + uint32(_SEARCH_AT))
-        lane = thread & uint32(31)
         row = divide_u32(uint32(cuda.blockIdx.x), num_blocks())
         of_row = uint64(row) * uint64(4)
         temperature = load_f32(temperatures + of_row)
@@ -413,41 +450,13 @@ def _kernel(is_cluster: bool) -> Specialisation:
                     )  # fmt: skip
                 searches = uint32(searches + uint32(1))
 
-            # The race. The first of the largest, of weight 1, runs first: tokens that cannot be faster need no
-            # logarithm.
-            seed = load_b64(seeds + of_row * uint64(2))
-            key_low, key_high = uint32(seed), uint32(seed >> uint64(32))
-            choice, position = load_b32(choices + of_row), load_b32(positions + of_row)
-            words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
-            first = no_later_than(pick(words, token & uint32(3))), float32(0.0), uint32(NO_TOKEN)
+            seed, draw = (
+                load_b64(seeds + of_row * uint64(2)),
+                (load_b32(choices + of_row), load_b32(positions + of_row)),
+            )
             if num_candidates > uint32(MAX_CANDIDATES) and (are_few or lowest > uint64(LOWEST_FINITE)):
                 num_candidates = gather_candidates(own_part, lowest, search_memory, turn)
-            first_of_warp = thread & uint32(0xFFFFFFE0)
-            if num_candidates > uint32(MAX_CANDIDATES):
-                while first_of_warp < num_quads:
-                    quad = uint32(first_of_warp + lane)
-                    quad_logits = load_quad(part, quad, num_tokens)
-                    at, bound = uint32(first_quad + quad), soonest_of_warp(first[0])
-                    words = philox(at, choice, position, uint32(0), key_low, key_high)
-                    may_win = False
-                    for e in range(4):
-                        may_win |= could_win(quad_logits[e], words[e], largest, bound)
-                    e = uint32(0)
-                    while may_win and e < uint32(4):
-                        token = uint32(uint32(at * uint32(4)) + e)
-                        first = race(pick(quad_logits, e), pick(words, e), token, largest, lowest, bound, first)
-                        e = uint32(e + uint32(1))
-                    first_of_warp = uint32(first_of_warp + uint32(THREADS))
-            else:
-                while first_of_warp < num_candidates:
-                    bound = soonest_of_warp(first[0])
-                    if uint32(first_of_warp + lane) < num_candidates:
-                        logit, token = candidate_at(search_memory, uint32(first_of_warp + lane))
-                        words = philox(token >> uint32(2), choice, position, uint32(0), key_low, key_high)
-                        word = pick(words, token & uint32(3))
-                        if could_win(logit, word, largest, bound):
-                            first = race(logit, word, token, largest, lowest, bound, first)
-                    first_of_warp = uint32(first_of_warp + uint32(THREADS))
+            first = _run_race(own_part, seed, draw, token, largest, lowest, num_candidates, search_memory)
             _, _, best_token, _ = exchanged(
                 uint32(shared + uint32(ENTRIES_BYTES)), bits_from_f32(first[0]) ^ uint32(_ALL_BITS),
                 rising(first[1]) ^ uint32(_ALL_BITS), first[2] ^ uint32(NO_TOKEN), uint32(0),

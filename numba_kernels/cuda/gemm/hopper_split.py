@@ -54,6 +54,26 @@ ROWS_AT_ONCE = 4
 LEAST_STEPS = 4  # stages least of a block: below, filling the ring takes longer than using it
 
 
+@device_function
+def _sum_parts(values, places, parts):
+    """Sums of all blocks, 4 neighbours at each place."""
+    loaded = cuda.local.array((ROWS_AT_ONCE, 4), float32)
+    for i in range(ROWS_AT_ONCE):
+        quad = cluster.load_4xf32(cluster.address_in(places[i], uint32(0)))
+        for e in range(4):
+            values[i, e] = quad[e]
+    part = uint32(1)
+    while part < parts:
+        for i in range(ROWS_AT_ONCE):
+            quad = cluster.load_4xf32(cluster.address_in(places[i], part))
+            for e in range(4):
+                loaded[i, e] = quad[e]
+        for i in range(ROWS_AT_ONCE):
+            for e in range(4):
+                values[i, e] += loaded[i, e]
+        part = uint32(part + uint32(1))
+
+
 @functools.cache
 def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_name: str = "") -> Specialisation:
     """The shape of a tile without clusters; the launch's cluster is the number of parts, each of at least one stage,
@@ -80,25 +100,6 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
     load_bias_f32, store_quad = memory.load_4xf32, quad_storer(out_dtype)
     bias_bytes, out_bytes = ITEM_BYTES[dtype], ITEM_BYTES[out_dtype]
     store_pair, flip_of = memory.shared_store_2xf32, mma.accumulator_flip(block_n)
-
-    @device_function
-    def sum_parts(values, places, parts):
-        """Sums of all blocks, 4 neighbours at each place."""
-        loaded = cuda.local.array((ROWS_AT_ONCE, 4), float32)
-        for i in range(ROWS_AT_ONCE):
-            quad = cluster.load_4xf32(cluster.address_in(places[i], uint32(0)))
-            for e in range(4):
-                values[i, e] = quad[e]
-        part = uint32(1)
-        while part < parts:
-            for i in range(ROWS_AT_ONCE):
-                quad = cluster.load_4xf32(cluster.address_in(places[i], part))
-                for e in range(4):
-                    loaded[i, e] = quad[e]
-            for i in range(ROWS_AT_ONCE):
-                for e in range(4):
-                    values[i, e] += loaded[i, e]
-            part = uint32(part + uint32(1))
 
     @device_function
     def multiply(given):
@@ -211,11 +212,11 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
                         quad = load_residual(residual + place * uint64(out_bytes))
                         for e in range(4):
                             before[i, e] = quad[e]
-                sum_parts(values, places, parts)
+                _sum_parts(values, places, parts)
                 if is_gated:
                     for i in range(ROWS_AT_ONCE):
                         places[i] = uint32(places[i] + uint32(columns * 4))  # a flip moves no column over half a tile
-                    sum_parts(ups, places, parts)
+                    _sum_parts(ups, places, parts)
                 for i in range(ROWS_AT_ONCE):
                     each = uint32(row + uint32(i * pass_rows))
                     if each < last:

@@ -20,6 +20,7 @@ Each sum runs over K from first to last. All of K is one block's.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
 from numba_kernels.cuda.gemm.tensor_core import tile_finder
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import memory
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.element_types import INTEGERS, ITEM_BYTES, SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import copy_all, copy_rows, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.math import minimum_u32
@@ -93,182 +94,71 @@ def shared_bytes(weight: str, dtype: str, block_m: int = BLOCK_M) -> int:
     return _scales_bytes(block_m) + max(stages, staged)
 
 
+Stage = namedtuple(
+    "Stage", "x_row_bytes words_at scales_at zeros_at num_bytes count x_chunks x_step x_passes words_passes threads"
+)
+"""A stage holds x's tile, the weight's, its scales, its offsets: bytes of a row of x; where the others begin; bytes of
+one, and their number; chunks of 16 bytes of a row of x, rows that a pass of the block's threads copies (even), and
+passes; passes of tiles of words; threads."""
+
+Source = namedtuple(
+    "Source", "x_target x_row x_row_step x_there words_target rows groups has_group group_targets column"
+)
+"""A thread's copies: places in a stage, addresses, which move on by a slot, and counts; its first k in a slot."""
+
+
 @functools.cache
-def tile_multiplier(
-    dtype: str, weight_name: str, out_dtype: str, activation: str = "", block_m: int = BLOCK_M, is_grouped: bool = False
-) -> Any:
-    """A device function that multiplies a block's tile and finishes it, as `tensor_core.tile_multiplier`'s does."""
-    packing = packing_of(weight_name)
-    assert packing is not None
-    rows_a_column = 2 if activation else 1
-    find, slot_elements, num_steps = sections_of(packing, dtype), packing.slot, packing.steps
-    warp_m, threads = _warp_rows(block_m), num_threads(block_m)
-    num_warps, scales_bytes = threads // 32, _scales_bytes(block_m)
-    leave_scales = scales_leaver(4)
-    leave_sums = sums_leaver(dtype, out_dtype, warp_m, WARP_N, activation, is_biased=is_grouped)
-    scale_bytes, zero_bytes = _group_bytes(packing, dtype)
-    has_scales, has_zeros, halves = packing.group > 0, packing.has_zeros, packing.halves
-    chunk_bytes, zeros_chunk_bytes = packing.chunk_bytes(dtype), packing.zeros_bytes(dtype)
-    columns_out = WARP_N // rows_a_column
+def _stage(packing: Packing, dtype: str, block_m: int) -> Stage:
+    x_chunks, threads, words_at = packing.slot // 8, num_threads(block_m), block_m * packing.slot * 2
+    scales_at, x_step = words_at + BLOCK_N // TILE_ROWS * TILE_BYTES, threads // x_chunks
+    zeros_at = scales_at + BLOCK_N // TILE_COLUMNS * _group_bytes(packing, dtype)[0]
+    return Stage(
+        packing.slot * 2, words_at, scales_at, zeros_at, _stage_bytes(packing, dtype, block_m),
+        _num_stages(packing, block_m), x_chunks, x_step, block_m // x_step, BLOCK_N // TILE_ROWS // (threads // 32),
+        threads,
+    )  # fmt: skip
 
-    # A stage: x's tile, the weight's, its scales, its offsets.
-    x_row_bytes = slot_elements * 2
-    words_at = block_m * x_row_bytes
-    scales_at = words_at + BLOCK_N // TILE_ROWS * TILE_BYTES
-    zeros_at = scales_at + BLOCK_N // TILE_COLUMNS * scale_bytes
-    stage_bytes, num_stages = _stage_bytes(packing, dtype, block_m), _num_stages(packing, block_m)
-    ahead, all_stages_bytes = num_stages - 1, num_stages * stage_bytes
-    x_chunks = slot_elements // 8
-    x_step = threads // x_chunks  # rows of x that a pass of the block's threads copies: even
-    x_passes, words_passes = block_m // x_step, BLOCK_N // TILE_ROWS // num_warps
-    copy_x, copy_words = copy_all(x_passes, x_step * x_row_bytes), copy_rows(words_passes, num_warps * TILE_BYTES)
-    copy_listed = copy_rows(x_passes, x_step * x_row_bytes)
-    num_x_rows = x_passes if is_grouped else 1
-    copy_one, commit = copy_all(1, 0), memory.copy_async_commit
-    wait_for_next, wait_for_all = memory.copy_async_wait(num_stages - 2), memory.copy_async_wait(0)
-    scale_pieces, zero_pieces = scale_bytes // 16, zero_bytes // 16  # of 16 columns, 16 bytes each
-    all_scale_pieces, all_zero_pieces = scale_pieces * BLOCK_N // TILE_COLUMNS, zero_pieces * BLOCK_N // TILE_COLUMNS
-    assert max(all_scale_pieces, all_zero_pieces) <= threads
 
-    @device_function
-    def column_of(inside):
-        """The block's tile of 16 columns at a place in shared memory: (tile, 1 if it is up's)."""
-        column = inside * uint32(TILE_COLUMNS)
-        within = column % uint32(WARP_N)
-        first = column // uint32(WARP_N) * uint32(columns_out) + within % uint32(columns_out)
-        return first // uint32(TILE_COLUMNS), within // uint32(columns_out)
+@functools.cache
+def _tile_finder(columns_out: int) -> Any:
+    """A device function ``(inside, first_column, n)``: the weight's tile of 16 rows at a place in shared memory, where
+    a warp has so many columns of the output; those beyond the last repeat it."""
 
     @device_function
     def tile_of(inside, first_column, n):
-        """The weight's tile of 16 rows; those beyond the last repeat it."""
-        tile, is_up = column_of(inside)
+        column = inside * uint32(TILE_COLUMNS)
+        within = column % uint32(WARP_N)
+        first = column // uint32(WARP_N) * uint32(columns_out) + within % uint32(columns_out)
+        tile, is_up = first // uint32(TILE_COLUMNS), within // uint32(columns_out)
         last = uint32(uint32(n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
         tile = minimum_u32(uint32(tile + first_column // uint32(TILE_COLUMNS)), last)
         return uint32(tile + is_up * uint32(n // uint32(TILE_COLUMNS)))
 
-    @device_function
-    def copy_slot(
-        index, stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group, group_targets,
-        column, k,
-    ):  # fmt: skip
-        """`column`: this thread's first k in a slot. Sources move on by a slot."""
-        start = uint32(index * uint32(slot_elements))
-        if start < k:
-            num_there = x_there if uint32(start + column) < k else uint32(0)
-            if is_grouped:
-                copy_listed(uint32(stage + x_target), x_row, uint32(16) if num_there > uint32(0) else uint32(0))
-            else:
-                copy_x(uint32(stage + x_target), x_row[0], x_row_step, uint32(0xFFFFFFFF), num_there)
-            for i in range(num_x_rows):
-                x_row[i] += uint64(x_row_bytes)
-            copy_words(uint32(stage + words_target), rows, uint32(16))
-            for i in range(words_passes):
-                rows[i] += uint64(TILE_BYTES)
-            if has_scales:
-                copy_one(uint32(stage + group_targets[0]), groups[0], uint64(0), has_group[0], uint32(1))
-                groups[0] += uint64(scale_bytes)
-            if has_zeros:
-                copy_one(uint32(stage + group_targets[1]), groups[1], uint64(0), has_group[1], uint32(1))
-                groups[1] += uint64(zero_bytes)
-        commit()
+    return tile_of
 
-    load_words = load_all("shared", tuple((4 * r, 0, r * TILE_BYTES) for r in range(WARP_N // TILE_ROWS)))
-    load_x = load_all("shared", tuple((4 * i, 0, i * 8 * x_row_bytes) for i in range(warp_m // 8)))
-    num_sums, num_x_words, num_words = warp_m * WARP_N // 32, warp_m // 2, WARP_N // 2  # registers of a lane
-    n_tiles, m_tiles, load_pair = WARP_N // 8, warp_m // 16, memory.load_2xf32
-    is_shifted = not has_scales and packing.element not in INTEGERS
-    shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
 
-    def columns_of(step: int, pair: int) -> Any:
-        """16 of a warp's columns, a step of K: unpacked and multiplied."""
-        index = (step if halves == 2 else step * packing.lane_scales // packing.steps) if has_scales else 0
-        per_word = 4 // packing.scale_bytes(dtype) if has_scales else 1
-        load_scale = load_all("shared", ((0, 0, pair * scale_bytes + 2 * index // per_word * 4),), 1)
-        load_zero = load_all("shared", ((1, 1, pair * zero_bytes + 2 * index // 2 * 4),), 1)
-        spread_scales = spread_zeros = None
-        if has_scales:
-            spread_scales = spread_all(packing.scale, dtype, tuple((r, 0, (2 * index + r) % per_word) for r in (0, 1)))
-        if has_zeros:
-            spread_zeros = spread_all("value", dtype, tuple((2 + r, 1, r) for r in (0, 1)))
-        unpack = unpack_all(
-            packing.element, dtype,
-            tuple(
-                (4 * r, 4 * (2 * pair + r) + packing.lane_words * step, r if has_scales or is_shifted else -1,
-                 2 + r if has_zeros else -1)
-                for r in (0, 1)
-            ), has_zeros,
-        )  # fmt: skip
-        multiply = multiply_all(
-            dtype,
-            tuple(
-                (8 * (i * (WARP_N // 16) + pair) + 4 * r, tuple(8 * i + 2 * h + e for e in (0, 4, 1, 5)),
-                 (4 * r + 2 * h, 4 * r + 2 * h + 1))
-                for h in (0, 1) for i in range(warp_m // 16) for r in (0, 1)
-            ),
-        )  # fmt: skip
-
-        @device_function
-        def multiply_columns(sums, x_words, words, group_words, factors, pairs, group_at):
-            if has_scales:
-                load_scale(group_words, group_at)
-                spread_scales(factors, group_words)
-            if is_shifted:
-                factors[0], factors[1] = uint32(shift), uint32(shift)
-            if has_zeros:
-                load_zero(group_words, group_at)
-                spread_zeros(factors, group_words)
-            unpack(pairs, words, factors, factors)
-            multiply(sums, x_words, pairs)
-
-        return multiply_columns
-
-    def step_of(step: int) -> Any:
-        """32 of K: x's tile of this warp, times all its columns."""
-        columns_0, columns_1 = (columns_of(step, pair) for pair in range(WARP_N // 16))
-
-        @device_function
-        def multiply_step(stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at):
-            x_at[0] = uint32(stage + (x_place ^ uint32(step * 64)))
-            load_x(x_words, x_at)
-            columns_0(sums, x_words, words, group_words, factors, pairs, group_at)
-            columns_1(sums, x_words, words, group_words, factors, pairs, group_at)
-
-        return multiply_step
-
-    def scaling_of(j: int) -> Any:
-        """The sums of 8 columns, of which a lane has two, times the scales of the weight's rows."""
-        first_sum, inside, is_up = 8 * (j // 2) + 4 * (j % 2), 8 * j % columns_out, 8 * j >= columns_out
-
-        @device_function
-        def scale_columns(sums, row_scales, column, last_pair, n):
-            column = minimum_u32(uint32(column + uint32(inside)), last_pair)
-            if is_up:
-                column = uint32(column + n)
-            low, high = load_pair(row_scales + uint64(column) * uint64(4))
-            for i in range(m_tiles):
-                at = 8 * (n_tiles // 2) * i + first_sum  # a quad: two columns of two rows
-                sums[at], sums[at + 1] = scale_element(sums[at], low), scale_element(sums[at + 1], high)
-                sums[at + 2], sums[at + 3] = scale_element(sums[at + 2], low), scale_element(sums[at + 3], high)
-
-        return scale_columns
-
-    scale_0, scale_1, scale_2, scale_3 = map(scaling_of, range(n_tiles))
-
-    steps = [step_of(step) for step in range(num_steps)] + [None] * (4 - num_steps)
-    step_0, step_1, step_2, step_3 = steps
-    has_four_steps = num_steps == 4
+@functools.cache
+def _slot_copier(packing: Packing, dtype: str, block_m: int, is_gated: bool, is_grouped: bool) -> tuple[Any, Any]:
+    """Device functions ``(given, sections, first_row, first_column, tokens, thread) -> Source``, and ``(index, stage,
+    source, k)``, which copies a slot. Rows of x beyond the last are zeros, in a list of rows the last one."""
+    stage = _stage(packing, dtype, block_m)
+    x_row_bytes, x_chunks, x_step, x_passes = stage.x_row_bytes, stage.x_chunks, stage.x_step, stage.x_passes
+    words_at, scales_at, zeros_at, words_passes = stage.words_at, stage.scales_at, stage.zeros_at, stage.words_passes
+    has_scales, has_zeros, slot_elements = packing.group > 0, packing.has_zeros, packing.slot
+    (scale_bytes, zero_bytes), num_warps = _group_bytes(packing, dtype), stage.threads // 32
+    scale_pieces, zero_pieces = scale_bytes // 16, zero_bytes // 16  # of 16 columns, 16 bytes each
+    all_scale_pieces, all_zero_pieces = scale_pieces * BLOCK_N // TILE_COLUMNS, zero_pieces * BLOCK_N // TILE_COLUMNS
+    assert max(all_scale_pieces, all_zero_pieces) <= stage.threads
+    copy_x, copy_words = copy_all(x_passes, x_step * x_row_bytes), copy_rows(words_passes, num_warps * TILE_BYTES)
+    copy_listed, num_x_rows = copy_rows(x_passes, x_step * x_row_bytes), x_passes if is_grouped else 1
+    copy_one, commit = copy_all(1, 0), memory.copy_async_commit
+    tile_of = _tile_finder(WARP_N // 2 if is_gated else WARP_N)
 
     @device_function
-    def multiply_tile(given, first_row, first_column, tokens):
-        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
-        scales = memory.shared_address(cuda.shared.array(0, uint32))
-        shared = uint32(scales + uint32(scales_bytes))
-        thread = uint32(cuda.threadIdx.x)
+    def place_copies(given, sections, first_row, first_column, tokens, thread):
+        x, m, n, k = given.x, given.m, given.n, given.k
+        all_words, all_scales, all_zeros, slots = sections
         lane, warp = thread & uint32(31), thread >> uint32(5)
-        g, t = lane >> uint32(2), lane & uint32(3)
-
-        # This thread's copies. Rows of x beyond the last are zeros, in a list of rows the last one.
-        all_words, all_scales, all_zeros, row_scales, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
         row, chunk = thread // uint32(x_chunks), thread % uint32(x_chunks)
         x_target = row * uint32(x_row_bytes) + ((chunk ^ ((row & uint32(1)) << uint32(2))) << uint32(4))
         x_row = cuda.local.array(num_x_rows, uint64)
@@ -308,6 +198,167 @@ def tile_multiplier(
             has_group[1] = uint32(1) if thread < uint32(all_zero_pieces) else uint32(0)
             group_targets[1] = uint32(zeros_at) + piece * uint32(16)
         column = chunk * uint32(8)
+        source = x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group, group_targets, column
+        return Source(*source)
+
+    @device_function
+    def copy_slot(index, stage, source, k):
+        start = uint32(index * uint32(slot_elements))
+        if start < k:
+            num_there = source.x_there if uint32(start + source.column) < k else uint32(0)
+            target = uint32(stage + source.x_target)
+            if is_grouped:
+                copy_listed(target, source.x_row, uint32(16) if num_there > uint32(0) else uint32(0))
+            else:
+                copy_x(target, source.x_row[0], source.x_row_step, uint32(0xFFFFFFFF), num_there)
+            for i in range(num_x_rows):
+                source.x_row[i] += uint64(x_row_bytes)
+            copy_words(uint32(stage + source.words_target), source.rows, uint32(16))
+            for i in range(words_passes):
+                source.rows[i] += uint64(TILE_BYTES)
+            groups, targets, has_group = source.groups, source.group_targets, source.has_group
+            if has_scales:
+                copy_one(uint32(stage + targets[0]), groups[0], uint64(0), has_group[0], uint32(1))
+                groups[0] += uint64(scale_bytes)
+            if has_zeros:
+                copy_one(uint32(stage + targets[1]), groups[1], uint64(0), has_group[1], uint32(1))
+                groups[1] += uint64(zero_bytes)
+        commit()
+
+    return place_copies, copy_slot
+
+
+@functools.cache
+def _slot_multiplier(packing: Packing, dtype: str, warp_m: int) -> Any:
+    """A device function of a tuple: (stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs,
+    group_at). A warp's products of a slot."""
+    scale_bytes, zero_bytes = _group_bytes(packing, dtype)
+    has_scales, has_zeros, halves = packing.group > 0, packing.has_zeros, packing.halves
+    load_x = load_all("shared", tuple((4 * i, 0, i * 8 * packing.slot * 2) for i in range(warp_m // 8)))
+    is_shifted = not has_scales and packing.element not in INTEGERS
+    shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
+
+    def columns_of(step: int, pair: int) -> Any:
+        """16 of a warp's columns, a step of K: unpacked and multiplied."""
+        index = (step if halves == 2 else step * packing.lane_scales // packing.steps) if has_scales else 0
+        per_word = 4 // packing.scale_bytes(dtype) if has_scales else 1
+        load_scale = load_all("shared", ((0, 0, pair * scale_bytes + 2 * index // per_word * 4),), 1)
+        load_zero = load_all("shared", ((1, 1, pair * zero_bytes + 2 * index // 2 * 4),), 1)
+        spread_scales = spread_zeros = None
+        if has_scales:
+            spread_scales = spread_all(packing.scale, dtype, tuple((r, 0, (2 * index + r) % per_word) for r in (0, 1)))
+        if has_zeros:
+            spread_zeros = spread_all("value", dtype, tuple((2 + r, 1, r) for r in (0, 1)))
+        unpack = unpack_all(
+            packing.element, dtype,
+            tuple(
+                (4 * r, 4 * (2 * pair + r) + packing.lane_words * step, r if has_scales or is_shifted else -1,
+                 2 + r if has_zeros else -1)
+                for r in (0, 1)
+            ), has_zeros,
+        )  # fmt: skip
+        multiply = multiply_all(
+            dtype,
+            tuple(
+                (8 * (i * (WARP_N // 16) + pair) + 4 * r, tuple(8 * i + 2 * h + e for e in (0, 4, 1, 5)),
+                 (4 * r + 2 * h, 4 * r + 2 * h + 1))
+                for h in (0, 1) for i in range(warp_m // 16) for r in (0, 1)
+            ),
+        )  # fmt: skip
+
+        @device_function
+        def multiply_columns(state):
+            _, _, _, sums, x_words, words, group_words, factors, pairs, group_at = state
+            if has_scales:
+                load_scale(group_words, group_at)
+                spread_scales(factors, group_words)
+            if is_shifted:
+                factors[0], factors[1] = uint32(shift), uint32(shift)
+            if has_zeros:
+                load_zero(group_words, group_at)
+                spread_zeros(factors, group_words)
+            unpack(pairs, words, factors, factors)
+            multiply(sums, x_words, pairs)
+
+        return multiply_columns
+
+    def x_loader(step: int) -> Any:
+        @device_function
+        def load_step(state):
+            stage, x_place, x_at, _, x_words, _, _, _, _, _ = state
+            x_at[0] = uint32(stage + (x_place ^ uint32(step * 64)))
+            load_x(x_words, x_at)
+
+        return load_step
+
+    return in_turn(
+        [
+            part for step in range(packing.steps)
+            for part in (x_loader(step), *(columns_of(step, pair) for pair in range(WARP_N // 16)))
+        ]
+    )  # fmt: skip
+
+
+@functools.cache
+def _sums_scaler(warp_m: int, columns_out: int) -> Any:
+    """A device function ``(sums, row_scales, column, last_pair, n)`` of a tuple: a warp's sums times the scales of the
+    weight's rows."""
+    n_tiles, m_tiles, load_pair = WARP_N // 8, warp_m // 16, memory.load_2xf32
+
+    def scaling_of(j: int) -> Any:
+        """The sums of 8 columns, of which a lane has two."""
+        first_sum, inside, is_up = 8 * (j // 2) + 4 * (j % 2), 8 * j % columns_out, 8 * j >= columns_out
+
+        @device_function
+        def scale_columns(state):
+            sums, row_scales, column, last_pair, n = state
+            column = minimum_u32(uint32(column + uint32(inside)), last_pair)
+            if is_up:
+                column = uint32(column + n)
+            low, high = load_pair(row_scales + uint64(column) * uint64(4))
+            for i in range(m_tiles):
+                at = 8 * (n_tiles // 2) * i + first_sum  # a quad: two columns of two rows
+                sums[at], sums[at + 1] = scale_element(sums[at], low), scale_element(sums[at + 1], high)
+                sums[at + 2], sums[at + 3] = scale_element(sums[at + 2], low), scale_element(sums[at + 3], high)
+
+        return scale_columns
+
+    return in_turn([scaling_of(j) for j in range(n_tiles)])
+
+
+@functools.cache
+def tile_multiplier(
+    dtype: str, weight_name: str, out_dtype: str, activation: str = "", block_m: int = BLOCK_M, is_grouped: bool = False
+) -> Any:
+    """A device function that multiplies a block's tile and finishes it, as `tensor_core.tile_multiplier`'s does."""
+    packing = packing_of(weight_name)
+    assert packing is not None
+    rows_a_column, stage, warp_m = 2 if activation else 1, _stage(packing, dtype, block_m), _warp_rows(block_m)
+    columns_out, slot_elements, scales_bytes = WARP_N // rows_a_column, packing.slot, _scales_bytes(block_m)
+    find, num_warps = sections_of(packing, dtype), stage.threads // 32
+    leave_scales = scales_leaver(4)
+    leave_sums = sums_leaver(dtype, out_dtype, warp_m, WARP_N, activation, is_biased=is_grouped)
+    place_copies, copy_slot = _slot_copier(packing, dtype, block_m, activation != "", is_grouped)
+    multiply_slot, scale_sums = _slot_multiplier(packing, dtype, warp_m), _sums_scaler(warp_m, columns_out)
+    (scale_bytes, zero_bytes), halves = _group_bytes(packing, dtype), packing.halves
+    chunk_bytes, zeros_chunk_bytes = packing.chunk_bytes(dtype), packing.zeros_bytes(dtype)
+    words_at, scales_at, zeros_at, x_row_bytes = stage.words_at, stage.scales_at, stage.zeros_at, stage.x_row_bytes
+    stage_bytes, ahead, all_stages_bytes = stage.num_bytes, stage.count - 1, stage.count * stage.num_bytes
+    wait_for_next, wait_for_all = memory.copy_async_wait(stage.count - 2), memory.copy_async_wait(0)
+    load_words = load_all("shared", tuple((4 * r, 0, r * TILE_BYTES) for r in range(WARP_N // TILE_ROWS)))
+    num_sums, num_x_words, num_words = warp_m * WARP_N // 32, warp_m // 2, WARP_N // 2  # registers of a lane
+
+    @device_function
+    def multiply_tile(given, first_row, first_column, tokens):
+        weight, n, k = given.weight, given.n, given.k
+        scales = memory.shared_address(cuda.shared.array(0, uint32))
+        shared = uint32(scales + uint32(scales_bytes))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), thread >> uint32(5)
+        g, t = lane >> uint32(2), lane & uint32(3)
+        all_words, all_scales, all_zeros, row_scales, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
+        sections = all_words, all_scales, all_zeros, slots
+        source = place_copies(given, sections, first_row, first_column, tokens, thread)
 
         # This warp's factors: this lane's places in a stage.
         warp_row, warp_column = warp // uint32(WARPS_N) * uint32(warp_m), warp % uint32(WARPS_N) * uint32(WARP_N)
@@ -334,10 +385,7 @@ def tile_multiplier(
         write_stage, read_stage, index = shared, shared, uint32(0)
         last_stage = uint32(shared + uint32(all_stages_bytes))
         while index < uint32(ahead):
-            copy_slot(
-                index, write_stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group,
-                group_targets, column, k,
-            )  # fmt: skip
+            copy_slot(index, write_stage, source, k)
             write_stage = uint32(write_stage + uint32(stage_bytes))
             index = uint32(index + uint32(1))
         leave_scales(given, scales, first_row, uint32(block_m), warp, uint32(num_warps), lane)
@@ -345,10 +393,7 @@ def tile_multiplier(
         while start < k:
             wait_for_next()
             sync_block()  # slot `index - ahead` has arrived for all; the stage of the one before it is free
-            copy_slot(
-                index, write_stage, x_target, x_row, x_row_step, x_there, words_target, rows, groups, has_group,
-                group_targets, column, k,
-            )  # fmt: skip
+            copy_slot(index, write_stage, source, k)
             write_stage = uint32(write_stage + uint32(stage_bytes))
             if write_stage == last_stage:
                 write_stage = shared
@@ -357,11 +402,7 @@ def tile_multiplier(
             words_from[0] = uint32(read_stage + words_place)
             load_words(words, words_from)
             group_at[0], group_at[1] = uint32(read_stage + scale_place), uint32(read_stage + zero_place)
-            step_0(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
-            step_1(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
-            if has_four_steps:
-                step_2(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
-                step_3(read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at)
+            multiply_slot((read_stage, x_place, x_at, sums, x_words, words, group_words, factors, pairs, group_at))
             read_stage = uint32(read_stage + uint32(stage_bytes))
             if read_stage == last_stage:
                 read_stage = shared
@@ -377,10 +418,7 @@ def tile_multiplier(
         # The weight's rows' scales. Its last tile of 16 rows is whole.
         last_pair = uint32((uint32(n + uint32(TILE_COLUMNS - 1)) & uint32(0xFFFFFFF0)) - uint32(2))
         column = uint32(first_column + t * uint32(2))
-        scale_0(sums, row_scales, column, last_pair, n)
-        scale_1(sums, row_scales, column, last_pair, n)
-        scale_2(sums, row_scales, column, last_pair, n)
-        scale_3(sums, row_scales, column, last_pair, n)
+        scale_sums((sums, row_scales, column, last_pair, n))
         leave_sums(given, sums, staged, scales, first_row, first_column, lane)
 
     return multiply_tile

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from numba import cuda, types
 
@@ -74,6 +75,53 @@ NUMBERS_A_LINE = 32  # of the norm's weights, in a line of a cache
 
 
 @functools.cache
+def _rows_stager(weight_name: str, num_rows: int, warps: int, meet: Any) -> Any:
+    """A device function ``(given, shared, row_of_x, padded, warp, lane)`` that brings x to shared memory as factors. It
+    returns the array of the factors of the rows' finished sums. All warps have met then."""
+    factors = packed_reader(weight_name, num_rows).factors
+    scale_by, stage, shift = factors.scale_by, factors.stage, float(2.0**factors.shift)
+
+    @device_function
+    def stage_rows(given, shared, row_of_x, padded, warp, lane):
+        greatest = cuda.shared.array((num_rows, warps), uint32)
+        row_squares = cuda.shared.array((num_rows, warps), float32)
+        wholes = cuda.shared.array(num_rows, float32)
+        x, m, k, norm, eps = given.x, given.m, given.k, given.x_squares, given.eps
+        row = uint32(0)
+        while row < m:
+            x_row, own_squares = x + uint64(row) * uint64(k) * uint64(2), float32(0.0)
+            if norm == uint64(0):
+                most = largest(x_row, warp, uint32(warps), k, lane)
+            else:
+                most, own_squares = largest_normed(x_row, norm, warp, uint32(warps), k, lane)
+            if lane == uint32(0):
+                greatest[row, warp] = most
+                row_squares[row, warp] = own_squares
+            row = uint32(row + uint32(1))
+        meet()
+        row = uint32(0)
+        while row < uint32(num_rows):
+            most, there = uint32(0), uint32(0)  # rows that are not there are zeros
+            if row < m:
+                there, most = k, maximum_u32_of_warp(greatest[row, lane & uint32(warps - 1)])
+            factor, unfactor = scale_by(most)
+            x_row, target = x + uint64(row) * uint64(k) * uint64(2), uint32(shared + row * row_of_x)
+            stage(x_row, norm, target, warp, uint32(warps), there, padded, factor, lane)
+            if row < m and warp == row:
+                whole = unfactor * float32(shift)
+                if norm != uint64(0):
+                    total = warp_sum(row_squares[row, lane] if lane < uint32(warps) else float32(0.0))
+                    whole = scale_element(whole, norm_scale(total, k, eps))
+                if lane == uint32(0):
+                    wholes[row] = whole
+            row = uint32(row + uint32(1))
+        meet()
+        return wholes
+
+    return stage_rows
+
+
+@functools.cache
 def _kernel(
     weight_name: str, out_dtype: str, activation: str = "", *, has_turns: bool = False, ring_slots: int = 0,
     rows: int = 1, takes_adapters: bool = False,
@@ -85,9 +133,8 @@ def _kernel(
     num_barriers = warps * MOST_STAGES
     aim, begin, multiply = reader.aim, reader.begin_early, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
-    num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
-    scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
-    apart, leave, place_of = reader.factors.apart, reader.factors.leave, reader.factors.place_of
+    num_scale_words, place, apart = reader.num_scale_words, reader.factors.place, reader.factors.apart
+    leave, place_of = reader.factors.leave, reader.factors.place_of
     packing = packing_of(weight_name)
     assert packing is not None
     slot_elements, is_gated, num_rows = packing.slot, activation != "", rows
@@ -105,14 +152,12 @@ def _kernel(
     place_kept, expand_tiles, finish_tiles, num_floats = tiles.place, tiles.expand, tiles.finish, tiles.num_floats
     most_kept = tiles.most
     meet = riding.multiplying_barrier(warps * 32) if has_one_more else sync_block
+    stage_rows = _rows_stager(weight_name, rows, warps, meet)
 
     @device_function
     def multiply_blocks(block, num_blocks, given, kept, expanded, added):
-        x, weight, m, n, k, norm, eps = given.x, given.weight, given.m, given.n, given.k, given.x_squares, given.eps
+        weight, m, n, k, norm = given.weight, given.m, given.n, given.k, given.x_squares
         shared = memory.shared_address(cuda.shared.array(0, uint32))
-        greatest = cuda.shared.array((num_rows, warps), uint32)
-        row_squares = cuda.shared.array((num_rows, warps), float32)
-        wholes = cuda.shared.array(num_rows, float32)  # the factors of finished sums
         partial = cuda.shared.array((2, warps, num_rows_sums), float32)  # of these columns, and of the next
         partials = memory.shared_address(partial)
         if has_ring:
@@ -167,35 +212,7 @@ def _kernel(
             line = uint32(line + uint32(warps * 32 * NUMBERS_A_LINE))
         wait_for_previous_grid()  # the weights are immutable; x may be the previous grid's output
         launch_dependents()
-        row = uint32(0)
-        while row < m:
-            x_row, own_squares = x + uint64(row) * uint64(k) * uint64(2), float32(0.0)
-            if norm == uint64(0):
-                most = largest(x_row, warp, uint32(warps), k, lane)
-            else:
-                most, own_squares = largest_normed(x_row, norm, warp, uint32(warps), k, lane)
-            if lane == uint32(0):
-                greatest[row, warp] = most
-                row_squares[row, warp] = own_squares
-            row = uint32(row + uint32(1))
-        meet()
-        row = uint32(0)
-        while row < uint32(num_rows):
-            most, there = uint32(0), uint32(0)  # rows that are not there are zeros
-            if row < m:
-                there, most = k, maximum_u32_of_warp(greatest[row, lane & uint32(warps - 1)])
-            factor, unfactor = scale_by(most)
-            x_row, target = x + uint64(row) * uint64(k) * uint64(2), uint32(shared + row * row_of_x)
-            stage(x_row, norm, target, warp, uint32(warps), there, padded, factor, lane)
-            if row < m and warp == row:
-                whole = unfactor * float32(shift)
-                if norm != uint64(0):
-                    total = warp_sum(row_squares[row, lane] if lane < uint32(warps) else float32(0.0))
-                    whole = scale_element(whole, norm_scale(total, k, eps))
-                if lane == uint32(0):
-                    wholes[row] = whole
-            row = uint32(row + uint32(1))
-        meet()
+        wholes = stage_rows(given, shared, row_of_x, padded, warp, lane)
         x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
         turn, goes_on, num_kept, before = uint32(0), uint32(1), uint32(0), riding.NOT_COUNTED
         columns = uint32(columns_teams * uint32(ROWS))  # of the block

@@ -190,6 +190,87 @@ def _tile_copiers(tiles: LatentTiles, block_size: int) -> tuple[Any, Any]:
 
 
 @functools.cache
+def _scorer(dtype: str, steps: int) -> Any:
+    """A device function ``(scores, places, own_key, ends, is_edge, scale)``: a warp's scores of 16 rows and keys.
+    `places` are those of queries and keys for `ldmatrix`; `own_key` is the lane's first."""
+    add_product = product_adder(dtype)
+
+    @device_function
+    def score(scores, places, own_key, ends, is_edge, scale):
+        query_place, key_place = places
+        for side in range(2):
+            for j in range(4):
+                scores[side, j] = float32(0)
+        for step in range(steps):
+            a = load_matrix_x4(uint32(query_place + uint32(32 * step)))
+            b = load_matrix_x4(uint32(key_place + uint32(32 * step)))
+            add_product(scores[0], a, (b[0], b[1]))
+            add_product(scores[1], a, (b[2], b[3]))
+        for side in range(2):
+            for j in range(4):
+                scores[side, j] = scores[side, j] * scale
+        if is_edge:
+            for side in range(2):
+                for j in range(4):
+                    at = uint32(own_key + uint32(8 * side + j % 2))
+                    if at >= ends[j // 2]:
+                        scores[side, j] = MINUS_INFINITY
+
+    return score
+
+
+@functools.cache
+def _weigher(dtype: str, weight_pitch: int) -> Any:
+    """A device function ``(scores, totals, origins, place)``: weights, from the lane's place in shared memory on."""
+    pack = pack_bf16 if dtype == "bf16" else pack_f16
+
+    @device_function
+    def weigh(scores, totals, origins, place):
+        for side in range(2):
+            for j in range(2):
+                first = exp2(subtract(scores[side, 2 * j], origins[j]))
+                second = exp2(subtract(scores[side, 2 * j + 1], origins[j]))
+                totals[j] = totals[j] + (first + second)
+                at = uint32(place + uint32(8 * j * weight_pitch + 16 * side))
+                shared_store_b32(at, pack(first, second))
+
+    return weigh
+
+
+@functools.cache
+def _result_keepers(tiles: LatentTiles) -> tuple[Any, Any]:
+    """Device functions ``stage(sums, totals, place, first_pair)``, which writes a warp's results to shared memory, from
+    the lane's place on, and ``record_sums(sums, record, half, first_pair, pair)`` of its upper or lower row."""
+    pack, pairs = pack_bf16 if tiles.dtype == "bf16" else pack_f16, tiles.value_columns // 16
+    own_pairs, is_even, out_pitch = (
+        -(-pairs // WARPS), pairs % WARPS == 0, tile_shape(tiles.dtype, tiles.value_dim).pitch
+    )  # fmt: skip
+
+    @device_function
+    def record_sums(sums, record, half, first_pair, pair):
+        for i in range(own_pairs):
+            if is_even or uint32(first_pair + uint32(i)) < uint32(pairs):
+                column = uint32(uint32(first_pair + uint32(i)) * uint32(16) + pair)
+                for side in range(2):
+                    at = record + uint64(uint32(uint32(column + uint32(8 * side)) * uint32(4)))
+                    store_2xf32(at, (sums[i, side, 2 * half], sums[i, side, 2 * half + 1]))
+
+    @device_function
+    def stage_results(sums, totals, place, first_pair):
+        for j in range(2):
+            factor = reciprocal_of(totals[j])
+            for i in range(own_pairs):
+                if is_even or uint32(first_pair + uint32(i)) < uint32(pairs):
+                    column = uint32(uint32(first_pair + uint32(i)) * uint32(16))
+                    at = uint32(place + uint32(8 * j * out_pitch) + column * uint32(2))
+                    for side in range(2):
+                        both = pack(sums[i, side, 2 * j] * factor, sums[i, side, 2 * j + 1] * factor)
+                        shared_store_b32(uint32(at + uint32(16 * side)), both)
+
+    return stage_results, record_sums
+
+
+@functools.cache
 def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
     dtype, width, value_dim, num_keys = tiles.dtype, tiles.width, tiles.value_dim, tiles.num_keys
@@ -198,15 +279,15 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     widen = tile_widener(dtype, tiles.bytes, num_keys, tiles.stage_pitch, pitch, THREADS) if in_bytes else None
     first_value = tiles.first_value
     q_pitch = tile_shape(dtype, width).pitch
-    steps, key_steps = -(-width // 16), num_keys // 16
+    score, (stage_results, record_sums) = _scorer(dtype, -(-width // 16)), _result_keepers(tiles)
+    weigh, key_steps = _weigher(dtype, weight_pitch), num_keys // 16
     score_warps = num_keys // 16
     pairs = tiles.value_columns // 16  # of the tensor core's 8 columns
     own_pairs = -(-pairs // WARPS)
     is_even = pairs % WARPS == 0
     groups = num_keys // _COPIED_ROWS
     locate, copy_tile = _tile_copiers(tiles, block_size)
-    add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
-    find = part_finder(NUM_ROWS, num_keys, THREADS, False)
+    add_product, find = product_adder(dtype), part_finder(NUM_ROWS, num_keys, THREADS, False)
     copy_queries = query_tile_copier(dtype, width, NUM_ROWS, THREADS)
     copy_results = output_tile_copier(dtype, value_dim, NUM_ROWS, THREADS)
     out_pitch = tile_shape(dtype, value_dim).pitch
@@ -260,10 +341,8 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         blocks = cuda.local.array(groups, uint32)
         sums = cuda.local.array((own_pairs, 2, 4), float32)
         scores = cuda.local.array((2, 4), float32)
-        largest = cuda.local.array(2, float32)
-        totals = cuda.local.array(2, float32)
-        factors = cuda.local.array(2, float32)
-        origins = cuda.local.array(2, float32)
+        largest, totals = cuda.local.array(2, float32), cuda.local.array(2, float32)
+        factors, origins = cuda.local.array(2, float32), cuda.local.array(2, float32)
         ends = cuda.local.array(2, uint32)
         for j in range(2):
             ends[j] = visible_end(seq_len, query_len, divide_u32(uint32(first_row + above + uint32(8 * j)), num_heads))
@@ -302,23 +381,10 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                     copy_tile(stage, pages, later, stop, thread, blocks)
                 copy_async_commit()
             if score_warps == WARPS or warp < uint32(score_warps):
-                for side in range(2):
-                    for j in range(4):
-                        scores[side, j] = float32(0)
-                for step in range(steps):
-                    a = load_matrix_x4(uint32(query_place + uint32(32 * step)))
-                    b = load_matrix_x4(uint32(own_tile + key_place + uint32(32 * step)))
-                    add_product(scores[0], a, (b[0], b[1]))
-                    add_product(scores[1], a, (b[2], b[3]))
-                for side in range(2):
-                    for j in range(4):
-                        scores[side, j] = scores[side, j] * scale
-                if uint32(key + uint32(num_keys)) > shortest_end:
-                    for side in range(2):
-                        for j in range(4):
-                            at = uint32(key + warp * uint32(16) + pair + uint32(8 * side + j % 2))
-                            if at >= ends[j // 2]:
-                                scores[side, j] = MINUS_INFINITY
+                places = query_place, uint32(own_tile + key_place)
+                own_key = uint32(key + warp * uint32(16) + pair)
+                is_edge = uint32(key + uint32(num_keys)) > shortest_end
+                score(scores, places, own_key, ends, is_edge, scale)
                 for j in range(2):
                     highest = maximum_f32(
                         maximum_f32(scores[0, 2 * j], scores[0, 2 * j + 1]),
@@ -341,14 +407,8 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                 largest[j] = highest
                 totals[j] = totals[j] * factors[j]
             if score_warps == WARPS or warp < uint32(score_warps):
-                for side in range(2):
-                    for j in range(2):
-                        first = exp2(subtract(scores[side, 2 * j], origins[j]))
-                        second = exp2(subtract(scores[side, 2 * j + 1], origins[j]))
-                        totals[j] = totals[j] + (first + second)
-                        column = uint32(uint32(warp * uint32(16)) + pair + uint32(8 * side))
-                        at = uint32((above + uint32(8 * j)) * uint32(weight_pitch) + column * uint32(2))
-                        shared_store_b32(uint32(weights + at), pack(first, second))
+                place = uint32(weights + above * uint32(weight_pitch) + uint32(warp * uint32(16) + pair) * uint32(2))
+                weigh(scores, totals, origins, place)
             if or_b32(is_larger) != uint32(0):
                 for i in range(own_pairs):
                     for side in range(2):
@@ -389,26 +449,14 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                     record = place_of(workspace, block, uint32(0), uint32(1), row)
                     if thread < uint32(32) and pair == uint32(0):
                         store_2xf32(record + uint64(4 * record_columns), (largest[j], totals[j]))
-                    for i in range(own_pairs):
-                        if is_even or uint32(first_pair + uint32(i)) < uint32(pairs):
-                            column = uint32(uint32(first_pair + uint32(i)) * uint32(16) + pair)
-                            for side in range(2):
-                                at = record + uint64(uint32(uint32(column + uint32(8 * side)) * uint32(4)))
-                                store_2xf32(at, (sums[i, side, 2 * j], sums[i, side, 2 * j + 1]))
+                    record_sums(sums, record, j, first_pair, pair)
             combine(
                 scratch, workspace, arrivals, out, uint64(0), block, part, num_parts, uint32(0), uint32(1), num_heads,
                 num_heads, first_token, first_row, rows, thread,
             )  # fmt: skip
             return
-        for j in range(2):
-            factor = reciprocal_of(totals[j])
-            for i in range(own_pairs):
-                if is_even or uint32(first_pair + uint32(i)) < uint32(pairs):
-                    column = uint32(uint32(first_pair + uint32(i)) * uint32(16) + pair)
-                    at = uint32(q_tile + (above + uint32(8 * j)) * uint32(out_pitch) + column * uint32(2))
-                    for side in range(2):
-                        both = pack(sums[i, side, 2 * j] * factor, sums[i, side, 2 * j + 1] * factor)
-                        shared_store_b32(uint32(at + uint32(16 * side)), both)
+        place = uint32(q_tile + above * uint32(out_pitch) + pair * uint32(2))
+        stage_results(sums, totals, place, first_pair)
         sync_block()
         copy_results(q_tile, out, first_row, rows, num_heads, uint32(0), num_heads, first_token, thread)
 

@@ -11,6 +11,7 @@ Threads: x lanes, y the warps of a team, z the teams of a block.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from numba import cuda, types
 
@@ -44,26 +45,7 @@ RING_BYTES = BLOCK_WARPS * STAGE_BYTES  # a stage of all warps
 
 
 @functools.cache
-def ring_kernel(
-    dtype: str, out_dtype: str, rows: int, activation: str = "", *, takes_adapters: bool = False
-) -> Specialisation:
-    """The kernel for one row of x, or for two."""
-    finish, leave_squares = finisher(dtype, out_dtype), squares_leaver(COLUMNS)
-    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
-    load_parts = memory.load_4xf32
-    is_gated, gated = activation != "", GATED.get(activation)
-    out_columns = COLUMNS // 2 if is_gated else COLUMNS
-    num_sums, num_x_words = rows * COLUMNS, rows * TURNS * 4
-    num_barriers = BLOCK_WARPS * MOST_STAGES + 1
-    partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
-    exchange_sums = exchange(num_sums)
-    shrink = riding.shrinker(dtype, BLOCK_WARPS + 1, rows) if takes_adapters else None
-    square_columns, threads = 0 if is_gated else COLUMNS, BLOCK_WARPS * 32
-    tiles = riding.kept_tiles(dtype, out_dtype, rows, activation, BLOCK_WARPS * num_sums, square_columns, threads)
-    place_of, expand_tiles, finish_tiles, num_floats = tiles.place, tiles.expand, tiles.finish, tiles.num_floats
-    most_kept = tiles.most
-    meet = riding.multiplying_barrier(threads) if takes_adapters else sync_block
-
+def _asker(is_gated: bool) -> Any:
     @device_function
     def ask(weight, n, k, first_column, position, pair, target, barrier):
         """One lane: 512 elements, from a position of K on, of a pair of columns."""
@@ -77,6 +59,14 @@ def ring_kernel(
                 row = min(uint32(first_column + pair * uint32(2) + uint32(e)), uint32(n - uint32(1)))
             source = weight + (uint64(row) * uint64(k) + uint64(position)) * uint64(2)
             copy_in(uint32(target + uint32(e * PIECE_BYTES)), source, num_bytes, barrier)
+
+    return ask
+
+
+@functools.cache
+def _pair_adder(dtype: str, rows: int) -> Any:
+    """A device function ``(sums, pair, x_words, stage_at, position, k, lane)``: a stage's products."""
+    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
 
     @device_function
     def add_pair(sums, pair, x_words, stage_at, position, k, lane):
@@ -92,6 +82,16 @@ def ring_kernel(
                             sums[r * COLUMNS + column] += x_low * low
                             sums[r * COLUMNS + column] += x_high * high
 
+    return add_pair
+
+
+@functools.cache
+def _tile_finisher(dtype: str, out_dtype: str, activation: str) -> Any:
+    """A device function ``(given, total, row, inside, first_column)`` of a warp whose lanes have a tile's sums."""
+    finish, leave_squares = finisher(dtype, out_dtype), squares_leaver(COLUMNS)
+    is_gated, gated = activation != "", GATED.get(activation)
+    out_columns = COLUMNS // 2 if is_gated else COLUMNS
+
     @device_function
     def finish_tile(given, total, row, inside, first_column):
         column = uint32(first_column + inside)
@@ -102,6 +102,32 @@ def ring_kernel(
             value = finish(given, row, column, total)
         if not is_gated:
             leave_squares(given, value * value, inside == uint32(0), row, column)
+
+    return finish_tile
+
+
+@functools.cache
+def ring_kernel(
+    dtype: str, out_dtype: str, rows: int, activation: str = "", *, takes_adapters: bool = False
+) -> Specialisation:
+    """The kernel for one row of x, or for two."""
+    is_gated, load_parts = activation != "", memory.load_4xf32
+    ask, add_pair, finish_tile = (
+        _asker(is_gated),
+        _pair_adder(dtype, rows),
+        _tile_finisher(dtype, out_dtype, activation),
+    )
+    out_columns = COLUMNS // 2 if is_gated else COLUMNS
+    num_sums, num_x_words = rows * COLUMNS, rows * TURNS * 4
+    num_barriers = BLOCK_WARPS * MOST_STAGES + 1
+    partial_floats, partial_rows = BLOCK_WARPS * num_sums, BLOCK_WARPS * rows
+    exchange_sums = exchange(num_sums)
+    shrink = riding.shrinker(dtype, BLOCK_WARPS + 1, rows) if takes_adapters else None
+    square_columns, threads = 0 if is_gated else COLUMNS, BLOCK_WARPS * 32
+    tiles = riding.kept_tiles(dtype, out_dtype, rows, activation, BLOCK_WARPS * num_sums, square_columns, threads)
+    place_of, expand_tiles, finish_tiles, num_floats = tiles.place, tiles.expand, tiles.finish, tiles.num_floats
+    most_kept = tiles.most
+    meet = riding.multiplying_barrier(threads) if takes_adapters else sync_block
 
     @device_function
     def multiply_tiles(block, num_blocks, given, kept, expanded, added):
