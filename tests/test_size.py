@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_634,
     "runtime/linear": 3_475,
     "runtime/kv": 1_949,
-    "runtime/engine": 29_220,
+    "runtime/engine": 29_358,
     "runtime/text": 7_342,
     "runtime/llm": 1_983,
     "runtime/parallel": 2_876,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "runtime/commands": 3_119,
     "runtime/bench": 12_229,
     "runtime": 3_784,
-    "models": 20_571,
+    "models": 20_608,
     "server": 23_630,
     "tokenizer": 7_628,
-    "tools": 20_869,
+    "tools": 20_887,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -12,10 +12,11 @@ query heads, which share a KV head. So a picture's keys are read once per block,
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,20 @@ GPU_ROWS = 4096
 
 _PLAIN = AdaptedRows(None)
 
+T = TypeVar("T")
+
 Pieces = Generator[int, None, tuple[Tensor, ...]]
 """The encoding of a picture: yields the rows of each finished piece, and returns the tower's result."""
+
+
+class Keeper(Protocol):
+    """Keeps arrays of a picture's size for the next picture, and may replay the work on them."""
+
+    def keep(self, make: Callable[[], T]) -> T: ...
+
+    def owns(self, *values: object) -> bool: ...
+
+    def run(self, work: Callable[[], None]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -49,10 +62,12 @@ class Pace:
 
     Attributes:
         adapter: the slot of the picture's adapter, -1 for none.
+        keeper: of arrays of this size; None if each picture has its own.
     """
 
     rows: int
     adapter: int = -1
+    keeper: Keeper | None = None
     _rows_by_count: dict[int, AdaptedRows] = field(default_factory=dict)
 
     def of(self, x: Tensor) -> AdaptedRows:
@@ -65,6 +80,10 @@ class Pace:
             (adapters,) = ops.place([np.full(count, self.adapter, np.int32)], x.device)
             found = self._rows_by_count[count] = AdaptedRows(adapters)
         return found
+
+    def keep(self, make: Callable[[], T]) -> T:
+        """The result of `make` for an earlier picture of this size, or now. Towers call it in one order."""
+        return make() if self.keeper is None else self.keeper.keep(make)
 
     def slices(self, num_rows: int, unit: int = 1) -> Iterator[slice]:
         """Pieces of rows that each stand for `unit` patches."""
@@ -127,10 +146,13 @@ class PictureTower(ABC):
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         """Encodes a picture of `grid` patches, those of a token together, piece by piece."""
 
-    def start(self, patches: PatchRows, grid: tuple[int, int], adapter: int = -1) -> Encoding:
-        """Begin with a picture, whose adapter lies in this slot; nothing is computed yet."""
+    def start(
+        self, patches: PatchRows, grid: tuple[int, int], adapter: int = -1, keeper: Keeper | None = None
+    ) -> Encoding:
+        """Begin with a picture, whose adapter lies in this slot; nothing is computed yet. The result may lie in kept
+        arrays."""
         is_cpu = self.device.kind == "cpu"
-        pace = Pace(CPU_ROWS if is_cpu else GPU_ROWS, adapter)
+        pace = Pace(CPU_ROWS if is_cpu else GPU_ROWS, adapter, keeper)
         return Encoding(self.pieces(patches, grid, pace), pace, is_paced=is_cpu)
 
     def __call__(self, patches: PatchRows, grid: tuple[int, int], adapter: int = -1) -> tuple[Tensor, ...]:
@@ -291,12 +313,25 @@ class AttentionLayer(Protocol):
 
 def through(pace: Pace, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:
     """Applies the layer to rows `x [num_patches, width]` in place; yields the rows of each piece."""
-    for rows in pace.slices(x.shape[0]):
+
+    def add(rows: slice) -> None:
         piece = x[rows]
         attention.add(rows, layer.qkv_of(piece, pace.of(piece)), layer.head_norms)
+
+    def finish(blocks: slice, rows: slice) -> None:
+        piece = x[rows]
+        layer.rest(piece, attention.attend(blocks), pace.of(piece))
+
+    keeper = pace.keeper
+    run = keeper.run if keeper is not None and keeper.owns(x, attention) else _now
+    for rows in pace.slices(x.shape[0]):
+        run(functools.partial(add, rows))
         yield rows.stop - rows.start
     for blocks in pace.slices(attention.num_blocks, attention.queries_of_block):
         rows = attention.rows_of(blocks)
-        piece = x[rows]
-        layer.rest(piece, attention.attend(blocks), pace.of(piece))
+        run(functools.partial(finish, blocks, rows))
         yield rows.stop - rows.start
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()

@@ -235,7 +235,7 @@ class Gemma4Tower(_SquareTower):
         rows, columns = patch_places(grid, config.merge_size)
         count, unit = len(rows), config.merge_size**2
         assert len(patches) == count, f"{len(patches)} patches, but the grid is {grid}"
-        x = self.buffer(count, config.hidden_size)
+        x = pace.keep(lambda: self.buffer(count, config.hidden_size))
         for piece in pace.slices(count):
             places = (columns[piece], rows[piece] + config.num_positions)
             across, down = ops.place([each.astype(np.int32) for each in places], self.device)
@@ -243,11 +243,11 @@ class Gemma4Tower(_SquareTower):
             pixels = self.pixels(patches, piece)
             self.patch_embed(pixels, pace.of(pixels), residual=added, out=x[piece])
             yield piece.stop - piece.start
-        rope = axial_rope(config.head_dim, config.theta, columns, rows, self.device)
-        attention = FullAttention(
+        rope = pace.keep(lambda: axial_rope(config.head_dim, config.theta, columns, rows, self.device))
+        attention = pace.keep(lambda: FullAttention(
             [count], self.num_heads // config.head_dim, config.head_dim, rope, x.dtype, x.device, scale=1.0,
             norm_eps=config.norm_eps,
-        )  # fmt: skip
+        ))  # fmt: skip
         for layer in self.layers:
             yield from through(pace, layer, x, attention)
         made = self.buffer(count // unit, self.projection.weight.shape[0])

@@ -148,7 +148,7 @@ class TowerLayers:
         self, kept: tuple[int, ...], x: Tensor, rope: RopeTable | None, pace: Pace
     ) -> Generator[int, None, list[Tensor]]:
         """`x [num_rows, hidden_size]` after each of these numbers of layers; yields each piece's rows."""
-        attention = self.attention([x.shape[0]], rope, x)
+        attention = pace.keep(lambda: self.attention([x.shape[0]], rope, x))
         found = {0: x.clone()} if 0 in kept else {}
         for number, layer in enumerate(self.layers, 1):
             yield from through(pace, layer, x, attention)

@@ -83,9 +83,11 @@ class PixtralVit:
         rows, columns = patch_places(grid, self.merge_size)
         count = len(rows)
         assert len(patches) == count, f"{len(patches)} patches, but the grid is {grid}"
-        x = tower.buffer(count, config.hidden_size)
+        x = pace.keep(lambda: tower.buffer(count, config.hidden_size))
         for piece in pace.slices(count):
             x[piece] = ops.rms_norm(self.patch_embed(tower.pixels(patches, piece)), self.first_norm, _NORM_EPS)
             yield piece.stop - piece.start
-        rope = axial_rope(config.head_dim, config.theta, rows, columns, tower.device, takes_turns=True)
+        rope = pace.keep(
+            lambda: axial_rope(config.head_dim, config.theta, rows, columns, tower.device, takes_turns=True)
+        )
         return (yield from self.layers.kept(self.kept, x, rope, pace))

@@ -99,7 +99,7 @@ class PlainVit:
         assert grid == (config.side, config.side), f"{grid} patches, must be {config.side} x {config.side}"
         assert len(patches) == config.side**2, f"{len(patches)} patches, must be {config.side**2}"
         (ids,) = ops.place([np.arange(config.num_rows, dtype=np.int32)], tower.device)
-        x = tower.buffer(config.num_rows, config.hidden_size)
+        x = pace.keep(lambda: tower.buffer(config.num_rows, config.hidden_size))
         for piece in pace.slices(config.side**2):
             rows = slice(first + piece.start, first + piece.stop)
             places = ops.embedding(ids[rows], self.positions)
@@ -108,5 +108,5 @@ class PlainVit:
         if self.class_row is not None:
             x[:1] = ops.embedding(ids[:1], self.positions) + self.class_row.to(x.dtype).unsqueeze(0)
         if self.first_norm is not None:
-            x = self.first_norm(x)
+            x[:] = self.first_norm(x)
         return (yield from self.layers.kept(self.kept, x, None, pace))

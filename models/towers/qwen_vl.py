@@ -185,16 +185,16 @@ class Tower(PictureTower):
         places: _Interpolated | None = None
         if self.positions is not None:
             places = _Interpolated(self.positions, config.positions_side, rows, columns, grid)
-        x = self.buffer(count, config.hidden_size)
+        x = pace.keep(lambda: self.buffer(count, config.hidden_size))
         for piece in pace.slices(count):
             added = None if places is None else places.of(piece)
             pixels = self.pixels(patches, piece if order is None else ordered[piece])
             self.patch_embed(pixels, residual=added, out=x[piece])
             yield piece.stop - piece.start
-        rope = axial_rope(config.head_dim, config.theta, rows, columns, self.device)
-        full = windowed = self.layers.attention([count], rope, x)
+        rope = pace.keep(lambda: axial_rope(config.head_dim, config.theta, rows, columns, self.device))
+        full = windowed = pace.keep(lambda: self.layers.attention([count], rope, x))
         if order is not None:
-            windowed = self.layers.attention([each * unit for each in lengths], rope, x)
+            windowed = pace.keep(lambda: self.layers.attention([each * unit for each in lengths], rope, x))
         deep: list[Tensor] = []
         for index, layer in enumerate(self.layers.layers):
             yield from through(pace, layer, x, full if index in config.full_layers else windowed)

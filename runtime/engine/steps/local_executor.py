@@ -46,6 +46,7 @@ from runtime.engine.steps.pooling_pass import PagedSidePass, slices
 from runtime.engine.steps.recorder import Computed, open_recorder
 from runtime.engine.steps.sampling_results import SamplingResults
 from runtime.engine.steps.step_input import Sampled, StepInput
+from runtime.engine.steps.tower_recordings import TowerRecordings
 from runtime.engine.weights.commands import WeightSource
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.layer_copies import LayerCopies
@@ -128,18 +129,22 @@ class LocalExecutor:
         is_cpu = model.device.kind == "cpu"
         adapters = getattr(model, "addends", None)
         self.model, self.adapters = model, adapters if isinstance(adapters, LowRankMaps) else None
+        self._recorder = open_recorder(model.device)
+        records = self.limits.decode_graphs != "off"
+        towers = TowerRecordings(self._recorder) if records and self.is_first and not is_cpu else None
         if isinstance(model, PictureModel) and self.pictures is not None and keeps_images:
-            self.pictures.use(model)
+            self.pictures.use(model, towers)
         else:
-            self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
+            self.pictures = None
+            if isinstance(model, PictureModel):
+                self.pictures = PictureStore(model, towers, has_tower=self.is_first)
         self._expands = isinstance(model, ExpandingModel) and not is_cpu and not self.limits.exact
         self._results = SamplingResults(model, self.rows, self.vocab_size, self._processing)
         self._gives_last_rows = model.gives_last_rows
         self._auxiliary_layers: tuple[int, ...] = ()
         self.auxiliary_hidden_states: AuxiliaryHiddenStates | None = None
-        self._recorder = open_recorder(model.device)
         self.graphs: DecodeGraphs | None = None
-        if self.limits.decode_graphs != "off":
+        if records:
             self.graphs = DecodeGraphs(model, self.kv_cache, self.limits, self.rows, self._recorder, self.communicator)
         self._encoder_passes: EncoderPasses | None = None
         if self.graphs is not None and is_cpu and self.communicator is None and isinstance(model, BidirectionalModel):
@@ -200,6 +205,8 @@ class LocalExecutor:
         self.finish_queued()
         if self.graphs is not None:
             self.graphs.release()
+        if self.pictures is not None:
+            self.pictures.release()
         self._use(model, keeps_images=keeps_images)
 
     def start(
@@ -411,6 +418,8 @@ class LocalExecutor:
             self._worker.shutdown()
         if self.graphs is not None:
             self.graphs.release()
+        if self.pictures is not None:
+            self.pictures.release()
 
     def _check(self, step: StepInput) -> None:
         for name in _OF_PICTURES if self.pictures is None else ():

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
 from runtime.engine.steps.step_input import PassPictures, StepInput
+from runtime.engine.steps.tower_recordings import RecordedSize, TowerRecordings
 from runtime.images.patches import NormalisedPatches, Rule
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -28,7 +29,9 @@ class Encoding(Protocol):
 class Tower(Protocol):
     """Encodes images."""
 
-    def start(self, patches: NormalisedPatches, grid: tuple[int, int], adapter: int) -> Encoding: ...
+    def start(
+        self, patches: NormalisedPatches, grid: tuple[int, int], adapter: int, keeper: RecordedSize | None
+    ) -> Encoding: ...
 
 
 @runtime_checkable
@@ -72,16 +75,24 @@ class RotatingModel(Protocol):
 class PictureStore:
     """The embeddings of images by slot, and the images that are being encoded."""
 
-    def __init__(self, model: PictureModel, *, has_tower: bool = True) -> None:
+    def __init__(
+        self, model: PictureModel, recordings: TowerRecordings | None = None, *, has_tower: bool = True
+    ) -> None:
         """`has_tower`: False if the model begins in an earlier stage."""
-        self._model, self._has_tower = model, has_tower
-        self._encodings: dict[int, Encoding] = {}
+        self._model, self._recordings, self._has_tower = model, recordings, has_tower
+        self._encodings: dict[int, tuple[Encoding, RecordedSize | None]] = {}
         self._made: dict[int, tuple[Tensor, ...]] = {}
 
-    def use(self, model: PictureModel) -> None:
+    def use(self, model: PictureModel, recordings: TowerRecordings | None) -> None:
         """Encode with this model, whose numbers are the same. No image is being encoded."""
         assert not self._encodings, "an image is being encoded"
-        self._model = model
+        self.release()
+        self._model, self._recordings = model, recordings
+
+    def release(self) -> None:
+        """Free the recordings, which hold weights' addresses."""
+        if self._recordings is not None:
+            self._recordings.release()
 
     @property
     def are_whole(self) -> bool:
@@ -93,20 +104,26 @@ class PictureStore:
         adapters, or -1."""
         assert slot not in self._made, "a slot is encoded twice"
         normalised = NormalisedPatches(patches, self._model.patch_rule)
-        self._encodings[slot] = self._model.tower.start(normalised, grid, adapter)
+        size = None if self._recordings is None else self._recordings.begin(grid, adapter)
+        self._encodings[slot] = self._model.tower.start(normalised, grid, adapter, size), size
 
     def advance(self, slot: int, num_rows: int) -> tuple[bool, int]:
         """Compute so many rows more; returns whether the image is complete, and how many rows were computed."""
-        encoding = self._encodings[slot]
+        encoding, size = self._encodings[slot]
         before = encoding.num_rows
         made = encoding.advance(num_rows)
         if made is not None:
             del self._encodings[slot]
+            if size is not None:  # the next picture overwrites what is kept
+                made = tuple(each.clone() for each in made)
+                size.end(is_complete=True)
             self._made[slot] = made
         return made is not None, encoding.num_rows - before
 
     def drop(self, slot: int) -> None:
-        self._encodings.pop(slot, None)
+        _, size = self._encodings.pop(slot, (None, None))
+        if size is not None:
+            size.end(is_complete=False)
         self._made.pop(slot, None)
 
     def complete(self, batch: Batch, step: StepInput | PassPictures) -> None:

@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.process.thread_client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.steps.recorder import open_recorder
+from runtime.engine.steps.tower_recordings import TowerRecordings
 from tools.gpu.sections import ROOT, Case, Options, Result
 from tools.gpu.serving.asking import ask, first_difference, ids_of
 from tools.gpu.serving.models import quick_weights_of
@@ -139,37 +141,53 @@ def _tower(options: Options) -> Any:
 
 
 def _picture(options: Options, side: int) -> Result:
-    """Runs a picture. Raises AssertionError if an embedding is not finite, or differs the second time."""
+    """Runs a picture, launched from Python and recorded. Raises AssertionError if an embedding is not finite, or
+    differs another time."""
     gpu, tower = Gpu.of(options.device), _tower(options)
     rng, config = np.random.default_rng(0), tower.config
     patches = rng.uniform(-1, 1, (side * side, 3 * config.num_frames * config.patch_size**2)).astype(np.float32)
     first = [each.to("cpu").array.astype(np.float32) for each in tower(patches, (side, side))]
-    again = [each.to("cpu").array.astype(np.float32) for each in tower(patches, (side, side))]
-    if not options.is_dry:
-        if not all(np.isfinite(each).all() and each.any() for each in first):
-            raise AssertionError("the tower's embeddings are not finite, or zero")
-        if not all(np.array_equal(one, other) for one, other in zip(first, again, strict=True)):
-            raise AssertionError("the tower's embeddings are others the second time")
-    whole, on_device, start, end = [], [], gpu.new_event(is_timed=True), gpu.new_event(is_timed=True)
+    if not options.is_dry and not all(np.isfinite(each).all() and each.any() for each in first):
+        raise AssertionError("the tower's embeddings are not finite, or zero")
+    recordings = TowerRecordings(open_recorder(gpu.device))
+
+    def recorded() -> Any:
+        size = recordings.begin((side, side), -1)
+        made = tower.start(patches, (side, side), keeper=size).finish()
+        if size is not None:
+            size.end(is_complete=True)
+        return made
+
+    for number in range(2, 6):  # the last one is replayed
+        again = [each.to("cpu").array.astype(np.float32) for each in recorded()]
+        if not options.is_dry and not all(np.array_equal(*each) for each in zip(first, again, strict=True)):
+            raise AssertionError(f"the tower's embeddings are others the {number}. time")
+    usual = _times(options, gpu, lambda: tower(patches, (side, side)))
+    by_graphs = _times(options, gpu, recorded)
+    recordings.release()
+    flops, device_ms = product_flops(tower, side * side), usual["device_ms"]
+    flops += 4 * side**4 * config.hidden_size * config.num_layers
+    return {
+        "patches": side * side, "layers": config.num_layers, "gflop": round(flops / 1e9, 1),
+        "tflop_per_s": round(flops / device_ms / 1e9, 1) if device_ms else None, **usual, "recorded": by_graphs,
+    }  # fmt: skip
+
+
+def _times(options: Options, gpu: Gpu, encode: Callable[[], Any]) -> dict[str, float]:
+    """Medians: until the device has ended, of the launches, of the device."""
+    found, start, end = [], gpu.new_event(is_timed=True), gpu.new_event(is_timed=True)
     for _ in range(NUM_RUNS if options.is_real and not options.is_dry else 1):
         begun = time.perf_counter()
         start.record(gpu.stream)
-        made = tower(patches, (side, side))
+        made = encode()
         queued = time.perf_counter()
         end.record(gpu.stream)
         end.synchronize()
-        whole.append((1e3 * (time.perf_counter() - begun), 1e3 * (queued - begun)))
-        on_device.append(end.elapsed_ms(start))
+        ended = time.perf_counter()
+        found.append((1e3 * (ended - begun), 1e3 * (queued - begun), end.elapsed_ms(start)))
         del made
-    device_ms = statistics.median(on_device)
-    flops = product_flops(tower, side * side) + 4 * side**4 * config.hidden_size * config.num_layers
-    return {
-        "patches": side * side, "layers": config.num_layers, "gflop": round(flops / 1e9, 1),
-        "tflop_per_s": round(flops / device_ms / 1e9, 1) if device_ms else None,
-        "whole_ms": round(statistics.median(each for each, _ in whole), 3),
-        "host_ms": round(statistics.median(each for _, each in whole), 3),
-        "device_ms": round(device_ms, 3),
-    }  # fmt: skip
+    names = "whole_ms", "host_ms", "device_ms"
+    return {name: round(statistics.median(each), 3) for name, each in zip(names, zip(*found, strict=True), strict=True)}
 
 
 def product_flops(tower: Any, num_patches: int) -> int:
