@@ -361,9 +361,14 @@ class GatedMlp:
             gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs", norm=input_norm
         )
         self.down_proj = maker.linear(down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
+        self.is_in_place = maker.options.device.kind == "cpu" and self.down_proj.communicator is None
 
-    def __call__(self, x: Tensor, batch: Batch, *, residual: Tensor | None = None) -> Tensor:
-        return self.down_proj(self.gate_up_proj.glu(x, self.activation, batch), batch, residual=residual)
+    def __call__(
+        self, x: Tensor, batch: Batch, *, residual: Tensor | None = None, takes_residual: bool = False
+    ) -> Tensor:  # fmt: skip
+        """With `takes_residual` the result may lie in the residual's memory, which nothing else reads any more."""
+        out = residual if takes_residual and self.is_in_place else None
+        return self.down_proj(self.gate_up_proj.glu(x, self.activation, batch), batch, residual=residual, out=out)
 
 
 class PreNormLayer:
@@ -389,6 +394,8 @@ class PreNormLayer:
             x, batch = self.attention.of_last_tokens(x, batch, kv_cache)
         else:
             x, batch = self.wanted(self.attention(x, batch, kv_cache, residual=x), batch)
+        if isinstance(self.mlp, GatedMlp):
+            return self.mlp(x, batch, residual=x, takes_residual=True)
         return self.mlp(x, batch, residual=x)
 
     def wants_last(self, batch: Batch) -> bool:

@@ -209,6 +209,40 @@ def _apply(builder, which, x, up, out, count, first, second, third, fourth):
     for_each_vector(builder, count, piece)
 
 
+GATED = ("silu", "gelu_tanh", "clamped_silu")
+"""Functions of `gate_rows`, numbered from 1 on."""
+
+
+@emitted(types.void, *[types.intp] * 8)
+def gate_rows(builder, number, gate, up, stride, out, out_stride, rows, count):
+    """``out = f(gate) * up`` of ``rows`` rows of at most PANEL_COLUMNS floats, ``count``; all addresses, strides in
+    bytes. Results are those of `activation_kernel`. Lines of as many rows after them are fetched to be written."""
+    ahead = builder.mul(rows, out_stride)
+    vectors = builder.sdiv(builder.add(count, ir.Constant(I64, LANES - 1)), ir.Constant(I64, LANES))
+
+    def emit_rows(name, size):
+        masks = [simd.lanes_below(builder, v * LANES, count) for v in range(size)]
+        with cgutils.for_range(builder, rows, intp=I64) as loop:
+            inputs, to = builder.mul(loop.index, stride), builder.mul(loop.index, out_stride)
+            for v, mask in enumerate(masks):
+
+                def load(start, v=v, mask=mask, inputs=inputs):
+                    return simd.masked_load(
+                        builder, simd.offset(builder, builder.add(start, inputs), v * LANES * 4), mask
+                    )
+
+                value, factor = _FUNCTIONS[name](builder, load(gate)), load(up)
+                factor = _clamped_factor(builder, factor) if name == "clamped_silu" else factor
+                place = simd.offset(builder, builder.add(out, to), v * LANES * 4)
+                simd.masked_store(builder, builder.fmul(value, factor), place, mask)
+                simd.prefetch_to_write(builder, builder.add(place, ahead))
+
+    def emit(which):
+        simd.for_each_of(builder, vectors, range(1, TILE_VECTORS + 1), functools.partial(emit_rows, GATED[which - 1]))
+
+    simd.for_each_of(builder, number, range(1, len(GATED) + 1), emit)
+
+
 @functools.cache
 def activation_kernel(name: str) -> Kernel:
     """``out [R, W] = f(x)``, times ``up`` unless its address is 0; a work item is some rows. Strides in elements. The

@@ -23,6 +23,7 @@ from numba_kernels.cpu.gemm import linear as _linear
 from numba_kernels.cpu.gemm import low_rank as _low_rank
 from numba_kernels.cpu.ggml_rows import stored_rows_kernel as _stored_rows
 from numba_kernels.cpu.latent import head_maps as _head_maps
+from numba_kernels.cpu.layout import GEMM_ROWS
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from runtime.backends.checks import fail
 from runtime.backends.cpu_attention import LATENT_ROW_MULTIPLE as LATENT_ROW_MULTIPLE
@@ -345,7 +346,19 @@ def gelu_gate(x: Tensor, up: Tensor, first: int) -> Tensor:
 def linear_glu(
     x: Tensor, weight: PanelWeight | JoinedWeight, activation: str, *, low_rank: LowRank | None = None
 ) -> Tensor:
-    """``glu(linear(x, weight), activation)``."""
+    """``glu(linear(x, weight), activation)``. A panel's products with many rows are gated where they are: all products
+    together would leave the caches before they are read."""
+    (rows, depth), width = x.shape, weight.shape[0]
+    if low_rank is None and isinstance(weight, PanelWeight) and rows > GEMM_ROWS:
+        result = new((rows, width // 2))
+        for part, ordered in _parts_of(weight, x):
+            hold(part.panels, part.scales, part.bias)
+            _linear.multiply(
+                part.stored, ordered.address, part.panels_address, part.scales_address, part.bias_address, 0,
+                result.address, rows, depth, width, width // 2, num_workers(), part.num_segments or 1,
+                part.segment_step, gate=_activation.GATED.index(activation) + 1,
+            )  # fmt: skip
+        return result
     return glu(linear(x, weight, None, None, float32, low_rank=low_rank), activation)
 
 

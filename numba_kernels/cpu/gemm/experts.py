@@ -70,7 +70,7 @@ def experts_kernel(stored: Any) -> Kernel:
         b.width, b.out_width = a.width, a.out_width
         b.num_segments, b.step_elements = 1, 1
         b.panels_a_work_item, b.row_work_items, b.num_tiles = a.panels_a_work_item, 1, count_tiles(rows)
-        b.arranging_parts = 1
+        b.arranging_parts, b.gate = 1, 0
 
     def experts(arguments, work_item):
         block = carray(arguments, 1)

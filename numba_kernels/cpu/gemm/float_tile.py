@@ -75,13 +75,21 @@ def gemm_tile_of(stored):
             is_integer = isinstance(stored, str) and stored.startswith(PREFIX) and stored != UNPACKED
             most = UNPACKED_ROWS if is_integer else GEMM_ROWS
             shapes = {(height, count) for height in range(1, most + 1) for count in {1, panels_at_once(stored, height)}}
-            which = builder.add(builder.mul(rows, ir.Constant(I64, _MAX_PANELS + 1)), panels)
+            if is_integer and DOT == "bytes":  # of one panel: as many vectors as have columns
+                shapes = {(height, vectors) for height, _ in shapes for vectors in range(1, TILE_VECTORS + 1)}
+                columns = given[_OPERANDS.index("columns")]
+                panels = builder.sdiv(builder.add(columns, ir.Constant(I64, LANES - 1)), ir.Constant(I64, LANES))
+            else:
+                shapes = {(height, count * TILE_VECTORS) for height, count in shapes}
+                panels = builder.mul(panels, ir.Constant(I64, TILE_VECTORS))
+            most_vectors = _MAX_PANELS * TILE_VECTORS
+            which = builder.add(builder.mul(rows, ir.Constant(I64, most_vectors + 1)), panels)
             switch = builder.switch(which, done)
-            for height, count in sorted(shapes):
-                block = builder.append_basic_block(f"tile.{height}.{count}")
-                switch.add_case(ir.Constant(I64, height * (_MAX_PANELS + 1) + count), block)
+            for height, vectors in sorted(shapes):
+                block = builder.append_basic_block(f"tile.{height}.{vectors}")
+                switch.add_case(ir.Constant(I64, height * (most_vectors + 1) + vectors), block)
                 builder.position_at_end(block)
-                builder.call(_tiles_of(builder.module, stored, height, count, [each.type for each in given]), given)
+                builder.call(_tiles_of(builder.module, stored, height, vectors, [each.type for each in given]), given)
                 builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
@@ -97,11 +105,11 @@ _OPERANDS = (
 )  # fmt: skip
 
 
-def _tiles_of(module, stored, height, panels, kinds):
+def _tiles_of(module, stored, height, vectors, kinds):
     """A function of _OPERANDS, the bytes from one tile's operands to the next one's, and the number of tiles: apart, so
     that each shape has the registers to itself, and no tile waits for what goes on around it."""
     kind = ir.FunctionType(ir.VoidType(), kinds)
-    function = ir.Function(module, kind, module.get_unique_name(f"tiles.{height}.{panels}"))
+    function = ir.Function(module, kind, module.get_unique_name(f"tiles.{height}.{vectors}"))
     function.linkage = "internal"
     function.attributes.add("noinline")
     *given, x_step, tiles = function.args
@@ -124,7 +132,7 @@ def _tiles_of(module, stored, height, panels, kinds):
             "partial": moved("partial", ir.Constant(I64, height * PANEL_COLUMNS * 4)),
             "ahead": moved("ahead", builder.mul(first["words"], first["step"])),
         }
-        _Tile(_new_sums(stored, height, panels * TILE_VECTORS), panels, **operands).emit(builder)
+        _Tile(_new_sums(stored, height, vectors), -(-vectors // TILE_VECTORS), **operands).emit(builder)
     builder.ret_void()
     return function
 

@@ -25,6 +25,7 @@ from numba import carray, njit
 
 from numba_kernels.blocks import BLOCKS, X_GROUP
 from numba_kernels.closure_cache import name_by_content
+from numba_kernels.cpu.activation import gate_rows
 from numba_kernels.cpu.gemm.amx_tile import amx_tile_of, release_tiles
 from numba_kernels.cpu.gemm.arranged_rows import (
     ELEMENTS_A_WORD,
@@ -83,13 +84,14 @@ SERIAL_MACS = 600_000  # less work is not worth waking a thread
 _WHOLE_MACS = 8_000_000  # of a work item of several tiles: the first block of its weight has not been prefetched
 _EXPANDED_VALUES = 196608  # of low-rank sums that are made at a time, about: an adapter's `up` is read as a long stream
 _LONE_EXPANDED_VALUES = 8192  # the same of a lone tile, which stay in the first-level cache
+_GATED_ROWS = 16  # of up's products, or a tile's, that wait in the first-level cache for their gates
 _PANEL_ROW_BYTES = PANEL_COLUMNS * 4
 _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
 FIELDS = Fields(
     "*x *panels *scales *bias *residual *out *operands *partials *low_rank num_rows depth x_stride width out_width "
     "num_segments step_elements panels_a_work_item row_work_items num_tiles num_arranging num_shrinking "
-    "arranging_parts arranged"
+    "arranging_parts gate arranged"
 )
 _ARRANGED = FIELDS.offset("arranged")
 
@@ -127,6 +129,56 @@ def _add(total, other, size):
     sums, more = float32_at(total, size), float32_at(other, size)
     for i in range(size):
         sums[i] += more[i]
+
+
+def pairs_of(width: int) -> int:
+    """Panels that have outputs of up, the second half of ``width``: each, with the panel of its gates, is a pair."""
+    return -(-width // PANEL_COLUMNS) - width // 2 // PANEL_COLUMNS
+
+
+_pairs_of = njit(nogil=True)(pairs_of)
+
+
+@njit(nogil=True)
+def _waiting_rows(a, rows):
+    """Rows of the gates of two panels, and of up."""
+    return 2 * rows + max(_GATED_ROWS, AMX_ROWS) if a.gate else 0
+
+
+@njit(nogil=True)
+def _first_turn(a, first_pair):
+    """The first turn of some pairs: that of the gates before them, if up's first columns belong to these."""
+    return 2 * first_pair - (2 if first_pair > 0 and a.width // 2 % PANEL_COLUMNS else 0)
+
+
+@njit(nogil=True)
+def _turn_of(a, turn, first_pair, gates, distance):
+    """The panel of a turn, below 0 if there is none, where its products go, and bytes from tile row to tile row there.
+    Even turns are of gates, whose panels lie in turn in two places, ``distance`` rows apart; up's rows follow those."""
+    pair, place = turn // 2, gates + turn // 2 % 2 * distance * _PANEL_ROW_BYTES
+    if turn % 2 == 0:
+        return pair if pair * PANEL_COLUMNS < a.width // 2 else -1, place, _PANEL_ROW_BYTES
+    panel = a.width // 2 // PANEL_COLUMNS + pair if pair >= first_pair else -1
+    return panel, gates + 2 * distance * _PANEL_ROW_BYTES, 0
+
+
+@njit(nogil=True)
+def _gate_rows(a, pair, gates, distance, up, first_row, row, rows):
+    """Results of ``rows`` rows from ``row`` on, from the panel of up that is the ``pair``-th. Its first columns belong
+    to the gates at the end of the panel before that pair's; ``gates`` is as in `_turn_of`, from ``first_row`` on."""
+    half, out = a.width // 2, a.out + row * a.out_width * 4
+    gates += (row - first_row) * _PANEL_ROW_BYTES
+    shift = half % PANEL_COLUMNS
+    for number in range(2):
+        column = pair * PANEL_COLUMNS - (1 - number) * shift
+        count = min(PANEL_COLUMNS - shift if number else shift, half - column)
+        if count <= 0 or column < 0:
+            continue
+        place, inside = (pair + number + 1) % 2 * distance, 0 if number else PANEL_COLUMNS - shift
+        gate_rows(
+            a.gate, gates + place * _PANEL_ROW_BYTES + inside * 4, up + number * shift * 4, _PANEL_ROW_BYTES,
+            out + column * 4, a.out_width * 4, rows, count,
+        )  # fmt: skip
 
 
 @njit(nogil=True)
@@ -297,7 +349,7 @@ def product_parts(stored: Any) -> ProductParts:
     @njit(nogil=True)
     @name_by_content
     def multiply(a, work_item, words):
-        num_panels = -(-a.width // PANEL_COLUMNS)
+        num_panels = _pairs_of(a.width) if a.gate else -(-a.width // PANEL_COLUMNS)
         first_panel = work_item // a.row_work_items * a.panels_a_work_item
         last_panel = min(num_panels, first_panel + a.panels_a_work_item)
         row_work_item = work_item % a.row_work_items
@@ -320,7 +372,7 @@ def product_parts(stored: Any) -> ProductParts:
         block_words = max(1, -(-longest // (num_blocks * span))) * span
         num_slots = _NUM_SLOTS if is_cut else 0 if num_blocks == 1 else 1
         slot_rows = max(rows, GEMM_ROWS)  # a lone tile's panels lie side by side, as far as its accumulators go round
-        slots = new_lines(num_slots * slot_rows * PANEL_COLUMNS)
+        slots = new_lines((num_slots * slot_rows + _waiting_rows(a, rows)) * PANEL_COLUMNS)
         slot_bytes = slot_rows * _PANEL_ROW_BYTES
         step = -(-_PANEL_ROW_BYTES // (last_tile - first_tile))
         if has_buffer and is_buffered:
@@ -330,14 +382,21 @@ def product_parts(stored: Any) -> ProductParts:
         expanding = max(1, _EXPANDED_VALUES // (rows * PANEL_COLUMNS))
         if is_lone:
             expanding = max(at_once[rows], _LONE_EXPANDED_VALUES // (rows * PANEL_COLUMNS))
-        panel = first_panel
-        while panel < last_panel:
-            panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
-            column = panel * PANEL_COLUMNS
-            columns = min(panels * PANEL_COLUMNS, a.width - column)
+        turn, end, out_stride, out_step = first_panel, last_panel, a.out_width * 4, a.out_width * 4
+        if a.gate:  # a panel of gates, which wait, then one of up, some rows at a time
+            turn, end, out_stride = _first_turn(a, first_panel), 2 * last_panel, _PANEL_ROW_BYTES
+        while turn < end:
+            panel, is_up, gates = turn, a.gate != 0 and turn % 2 == 1, address(slots) + num_slots * slot_bytes
+            panels = at_once[rows] if is_lone and not a.gate and panel + at_once[rows] <= end else 1
+            target = a.out + (first_row * a.out_width + panel * PANEL_COLUMNS) * 4
+            if a.gate:
+                panel, target, out_step = _turn_of(a, turn, first_panel, gates, rows)
+            turn += panels
+            column, columns = panel * PANEL_COLUMNS, min(panels * PANEL_COLUMNS, a.width - panel * PANEL_COLUMNS)
+            if panel < 0:
+                continue
             residual = _moved(a.residual, (first_row * a.out_width + column) * 4)
             if a.low_rank != 0:
-                target = a.out + (first_row * a.out_width + column) * 4
                 if panel + panels > expanded:
                     expanded = min(last_panel, panel + expanding)
                     made = min((expanded - panel) * PANEL_COLUMNS, a.width - column)
@@ -374,20 +433,23 @@ def product_parts(stored: Any) -> ProductParts:
                         while tile < last_tile:
                             height = _first_row(a, tile + 1) - row
                             # Tiles of one height make one call, unless they are AMX's.
-                            is_alone = has_amx and is_wide
-                            num_tiles = 1 if is_alone else min(_end_of_height(a, tile), last_tile) - tile
+                            num_tiles = 1 if has_amx and is_wide else min(_end_of_height(a, tile), last_tile) - tile
+                            if is_up and is_last:
+                                num_tiles = max(1, min(num_tiles, _GATED_ROWS // height))
                             words_at = start if are_rows else start // span * x_span_words * height
                             arguments = (
                                 a.operands + row * row_bytes + words_at * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
                                 _moved(residual, (row - first_row) * a.out_width * 4), a.out_width * 4,
-                                a.out + (row * a.out_width + column) * 4, a.out_width * 4, columns, partial, is_first,
+                                target + (row - first_row) * out_step, out_stride, columns, partial, is_first,
                                 is_last, ahead, step, panels, height, height * row_bytes, num_tiles,
                             )  # fmt: skip
                             if has_wide and is_wide:
                                 wide_tile(*arguments)
                             else:
                                 narrow_tile(*arguments)
+                            if is_up and is_last:
+                                _gate_rows(a, turn // 2 - 1, gates, rows, target, first_row, row, num_tiles * height)
                             tile += num_tiles
                             row += num_tiles * height
                             ahead += num_tiles * count * step
@@ -398,7 +460,6 @@ def product_parts(stored: Any) -> ProductParts:
                         _add(slot - slot_bytes, slot, rows * panels * PANEL_COLUMNS)
                         slot -= slot_bytes
                         complete >>= 1
-            panel += panels
         if has_amx and is_wide:
             release_tiles()
 
@@ -419,6 +480,8 @@ def linear_kernel(stored: Any) -> Kernel:
 
     ``low_rank`` is the address of a block of `low_rank.FIELDS`, or 0; work items after the arranging ones shrink for
     it, ``num_shrinking`` or, of a launch after the first with the same rows of x, 0.
+
+    With ``gate`` work items are some pairs of panels (`pairs_of`), and nothing is added to the products.
     """
     arrange, multiply, elements, unit_words, _ = product_parts(stored)
 
@@ -444,16 +507,18 @@ def linear_kernel(stored: Any) -> Kernel:
 def multiply(
     stored: Any, x: int, panels: int, scales: int, bias: int, residual: int, out: int,
     rows: int, depth: int, width: int, out_width: int, num_workers: int, num_segments: int = 1, step_elements: int = 1,
-    low_rank: Riding | None = None, first_column: int = 0,
+    low_rank: Riding | None = None, first_column: int = 0, gate: int = 0,
 ) -> None:  # fmt: skip
     """``out [rows, width]`` from ``x [rows, depth]`` and the addresses of a packed weight, on up to ``num_workers``
     threads; results do not depend on their number, nor on the other rows. Rows of out and residual are ``out_width``
     elements apart. K is cut into ``num_segments`` at multiples of ``step_elements``. ``low_rank`` is added; ``out`` is
-    that of its rows from ``first_column`` on."""
+    that of its rows from ``first_column`` on. ``gate``, a number of `activation.GATED`: then ``out [rows, width / 2]``
+    is the function of the first half of the outputs, times the others."""
     row_words = operand_words(stored, depth)
     for first in range(0, rows, MAX_ROWS):
         count = min(MAX_ROWS, rows - first)
-        work_items = work_items_of(count, depth, width, num_workers, tile_counter(stored)(count))
+        share = (depth, width) if gate == 0 else (2 * depth, pairs_of(width) * PANEL_COLUMNS)
+        work_items = work_items_of(count, *share, num_workers, tile_counter(stored)(count))
         start = x + first * depth * 4
         if count == 1 and is_own_operand(stored, depth):
             operands, num_arranging, parts = start, 0, 1
@@ -467,7 +532,7 @@ def multiply(
         linear_kernel(stored)(
             total, work_items.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
             riding, count, depth, depth, width, out_width, num_segments, step_elements, work_items.panels,
-            work_items.row_work_items, work_items.num_tiles, num_arranging, num_shrinking, parts, 0,
+            work_items.row_work_items, work_items.num_tiles, num_arranging, num_shrinking, parts, gate, 0,
         )  # fmt: skip
 
 
@@ -483,7 +548,7 @@ def add_partials(
     linear_kernel(stored)(
         total, work_items.num_workers, 0, 0, scales, bias, residual, out, 0, partials, riding, rows, 0, 0,
         width, out_width, num_partials, 1, work_items.panels, work_items.row_work_items, work_items.num_tiles, 0,
-        num_shrinking, 1, 0,
+        num_shrinking, 1, 0, 0,
     )  # fmt: skip
 
 

@@ -223,8 +223,8 @@ class UnpackedSums:
 
 
 class WideSums(UnpackedSums):
-    """The same by vpdpbusd: all rows and all vectors of columns at once, with sums and totals in registers. The next
-    tile's rows of x are prefetched: a tile's part of them is too short for hardware to do so."""
+    """The same by vpdpbusd: all rows at once, and a panel's vectors that have columns, with sums and totals in
+    registers. The next tile's rows of x are prefetched: a tile's part of them is too short for hardware to do so."""
 
     def open(self, builder):
         self.registers = {place: cgutils.alloca_once(builder, _FLOATS) for place in self.places}
@@ -246,7 +246,7 @@ class WideSums(UnpackedSums):
             for line in range(-(-X_ROW_WORDS * self.height * 4 // _LINE_BYTES)):
                 simd.prefetch(builder, simd.offset(builder, builder.add(x_at, next_tile), line * _LINE_BYTES))
             number, group = builder.sdiv(loop.index, i64(groups)), builder.srem(loop.index, i64(groups))
-            block_at = builder.add(tile.panel, builder.mul(number, i64(self.vectors * vector_bytes)))
+            block_at = builder.add(tile.panel, builder.mul(number, i64(TILE_VECTORS * vector_bytes)))
             self._add_wide_group(builder, block_at, vector_bytes, group, x_at)
 
     def _add_wide_group(self, builder, block_at, vector_bytes, group, x_at):

@@ -54,7 +54,7 @@ def head_maps_kernel(stored: Any) -> Kernel:
         b.width, b.out_width = a.width, a.out_token
         b.num_segments, b.step_elements = 1, 1
         b.panels_a_work_item, b.row_work_items, b.num_tiles = -(-a.width // PANEL_COLUMNS), 1, count_tiles(rows)
-        b.arranging_parts = 1
+        b.arranging_parts, b.gate = 1, 0
         words = -(-a.depth // elements) * unit_words
         for tile in range(b.num_tiles):
             arrange(product[0], tile, words)

@@ -106,6 +106,15 @@ def test_the_largest_integers_do_not_overflow(name: str) -> None:
             assert (np.abs(out - expected[:rows]) <= bound).all(), (byte, rows)
 
 
+def test_gated_products_are_those_of_two_launches() -> None:
+    rng = np.random.default_rng(6)
+    for name, rows, half in (("Q4_K", 9, 30), ("Q4_K", 37, 72), ("Q8_0", 130, 100), ("Q4_0", 20, 96)):
+        weight, x = blocks(rng, name, 2 * half, 768)[0], tensor(normal(rng, (rows, 768)))
+        packed = ops.prepare_linear([weight])
+        expected = ops.glu(ops.linear(x, packed), "silu").numpy()
+        np.testing.assert_array_equal(ops.linear_glu(x, packed, "silu").numpy(), expected)
+
+
 def test_parts_of_different_formats_beside_floats() -> None:
     rng = np.random.default_rng(5)
     names, widths = ("Q4_K", "Q4_K", "Q6_K", "Q8_0"), (40, 9, 33, 64)

@@ -57,6 +57,21 @@ def test_equals_float64(rows, width, depth, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_gated_products_are_those_of_two_launches(kind):
+    """Halves that end at a panel's end, before it and after it; several work items of rows and of panels."""
+    rng = np.random.default_rng(1)
+    dtype, quantization = stored(kind)
+    for rows, half, depth in ((9, 5, 33), (13, 48, 130), (40, 70, 64), (130, 100, 300), (270, 144, 96), (20, 240, 700)):
+        x, weight = normal(rng, (rows, depth)), normal(rng, (2 * half, depth), dtype)
+        bias = normal(rng, 2 * half)
+        packed = ops.prepare_linear(tensor(weight), tensor(bias), LoadOptions.parse(quantization=quantization))
+        for activation in ("silu", "gelu_tanh", "clamped_silu"):
+            found = ops.linear_glu(tensor(x), packed, activation).numpy()
+            expected = ops.glu(ops.linear(tensor(x), packed), activation).numpy()
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_any_size(kind):
     """No weight at all in a column, groups without any activation, huge and tiny rows; a row of a table is exact."""
     dtype, quantization = stored(kind)
