@@ -39,6 +39,9 @@ style: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	@MYPY_CACHE_DIR="$${MYPY_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/xserv/mypy}" $(BIN)/python -m mypy
 
+# Numpy's products in float64 are small: a second thread spins beside other workers.
+tests all-tests: export OPENBLAS_NUM_THREADS = 1
+
 tests: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
 
