@@ -1,11 +1,12 @@
-"""Keeps small GGUF files of hybrids, made by llama.cpp's converter, and llama.cpp's logits of them.
+"""Keeps small GGUF files of newer families, made by llama.cpp's converter, and llama.cpp's logits of them.
 
-    python tools/references/make_hybrid_gguf.py LLAMA_CPP LLAMA_PYTHON     # needs torch, transformers, tokenizers
+    python tools/references/make_hybrid_gguf.py LLAMA_CPP LLAMA_PYTHON [NAME ...]  # needs transformers, tokenizers
 
 `LLAMA_CPP` is a checkout, whose `convert_hf_to_gguf.py` runs here; `LLAMA_PYTHON` has `llama_cpp`.
 `tests/models/gguf/hybrids` gets `NAME.gguf.xz` and `logits.npz`, which has ids and logits of each. Weights are
 multiples of 1 / 64, so that the files pack well. Dense Granite and dense Nemotron-H are not among them: llama.cpp
-refuses these files.
+refuses these files. Mistral 4's queries have no scale by position, which its converter does not write. Gemma 4's logits
+in llama.cpp are of a GELU from a table of float16.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ import transformers
 from conversion import base
 transformers.AutoTokenizer.from_pretrained = transformers.PreTrainedTokenizerFast.from_pretrained
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # else known by a published tokenizer's ids
+from conversion import gemma, glm
+gemma.Gemma4Model.set_vocab = glm.Glm4MoeLiteModel.set_vocab = base.TextModel._set_vocab_gpt2
 import convert_hf_to_gguf
 sys.argv = ["convert", *sys.argv[2:]]
 convert_hf_to_gguf.main()
@@ -53,7 +56,27 @@ _DELTA: dict[str, Any] = {
 _M_ROPE = {**_DELTA["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _EXPERTS = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 2}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 16}
-_STATE, _ATTENTION = "linear_attention", "full_attention"
+_STATE, _ATTENTION, _WINDOW = "linear_attention", "full_attention", "sliding_attention"
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_GEMMA4: dict[str, Any] = {
+    **_COMMON, **_HEADS, **_SPECIAL, "num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16, "sliding_window": 7,
+    "intermediate_size": 40, "layer_types": [_WINDOW, _ATTENTION] * 2, "rms_norm_eps": 1e-6,
+    "final_logit_softcapping": 30.0, "tie_word_embeddings": True, "rope_parameters": {
+        _ATTENTION: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        _WINDOW: {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    **_COMMON, **_SPECIAL, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+    "intermediate_size": 40, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
+    "v_head_dim": 16, "moe_intermediate_size": 8, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+_YARN: dict[str, Any] = {
+    "type": "yarn", "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 8,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0,
+}  # fmt: skip
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen35": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM",
                {**_DELTA, "intermediate_size": 40, "rope_parameters": _M_ROPE}),
@@ -87,16 +110,41 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "num_dense_layers": 1, "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", {
+        **_GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True, "enable_moe_block": False,
+    }),
+    "gemma4_experts": ("Gemma4TextConfig", "Gemma4ForCausalLM", {
+        **_GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+        "moe_intermediate_size": 8,
+    }),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {
+        **_LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }),
+    "mistral4": ("Mistral3Config", "Mistral3ForConditionalGeneration", {
+        "text_config": {"model_type": "mistral4", **_LATENT, "first_k_dense_replace": 0, "rope_parameters": _YARN},
+        "vision_config": {
+            "model_type": "pixtral", "hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1,
+            "intermediate_size": 8, "image_size": 28, "patch_size": 14,
+        },
+        "image_token_index": VOCAB - 1, "spatial_merge_size": 1, "tie_word_embeddings": False,
+    }),
 }  # fmt: skip
 
 
 def main() -> None:
-    source, python = sys.argv[1:]
+    source, python, *names = sys.argv[1:]
     torch.set_num_threads(1)
     FOLDER.mkdir(exist_ok=True)
     kept: dict[str, Any] = {}
+    if names:
+        with np.load(FOLDER / "logits.npz") as stored:
+            kept |= stored
     with tempfile.TemporaryDirectory() as scratch:
-        for name, (config_class, model_class, fields) in CASES.items():
+        for name in names or CASES:
+            config_class, model_class, fields = CASES[name]
             folder, made = Path(scratch) / name, Path(scratch) / f"{name}.gguf"
             ids = torch.randint(3, VOCAB, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(7))
             config = getattr(transformers, config_class)(**fields)
@@ -164,13 +212,16 @@ def randomised(model_class: Any, config: Any, seed: int) -> Any:
 
 
 def name_as_published(path: Path) -> None:
-    """Fields that the converter reads as published folders of Nemotron-H and Granite have them."""
+    """Fields that the converter reads as published folders of Nemotron-H, Granite and GLM-4.7-Flash have them."""
     config = json.loads(path.read_text(encoding="utf-8"))
     if head_dim := config.get("mamba_head_dim", config.get("mamba_d_head")):
         config["d_head"] = head_dim
     if config["model_type"] == "granitemoehybrid":
         names = {_STATE: "mamba", _ATTENTION: "attention"}
         config["layer_types"] = [names.get(kind, kind) for kind in config["layer_types"]]
+    if config["model_type"] == "glm4_moe_lite":
+        config["first_k_dense_replace"] = config["mlp_layer_types"].count("dense")
+        config["scoring_func"] = "sigmoid"  # which llama.cpp knows of the published sizes alone
     path.write_text(json.dumps(config), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Hybrids' GGUF files as llama.cpp's converter writes them, beside llama.cpp's logits of them
+"""Newer families' GGUF files as llama.cpp's converter writes them, beside llama.cpp's logits of them
 (`tools/references/make_hybrid_gguf.py`)."""
 
 from __future__ import annotations
@@ -13,7 +13,19 @@ from models.registry import load_model
 from tests.models.driver import logits_of, relative_error
 
 FOLDER = Path(__file__).with_name("hybrids")
-NAMES = ("qwen35", "qwen35moe", "qwen3next", "nemotron_h_moe", "granitehybrid", "lfm2", "lfm2moe")
+NAMES = (
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "nemotron_h_moe",
+    "granitehybrid",
+    "lfm2",
+    "lfm2moe",
+    "gemma4",
+    "gemma4_experts",
+    "glm4_moe_lite",
+    "mistral4",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
