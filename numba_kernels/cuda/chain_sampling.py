@@ -36,9 +36,9 @@ from numba_kernels.cuda.sampling import (
     Plan,
     add_bias,
     could_win,
-    go_through,
     load,
     no_later_than,
+    penalise,
     pick,
     race,
     soonest_of_warp,
@@ -101,18 +101,6 @@ def _spoilt(row):
         largest = maximum_nan(largest, maximum_nan(maximum_nan(a, b), maximum_nan(c, d)))
         quad = uint32(quad + uint32(THREADS))
     return uint32(0) if largest < float32(INFINITY) else uint32(IS_SPOILT_BY_LISTS)
-
-
-@device_function
-def _penalise(part, vocab, counts, prompt, output, penalties):
-    """`go_through` in three steps. Flags."""
-    flags, step = uint32(0), uint32(0)
-    while step < uint32(3):
-        sync_block()
-        flags |= go_through(step, part, uint32(0), vocab, vocab, counts, prompt[0], prompt[1], True, penalties)
-        flags |= go_through(step, part, uint32(0), vocab, vocab, counts, output[0], output[1], False, penalties)
-        step = uint32(step + uint32(1))
-    return flags
 
 
 @device_function
@@ -215,8 +203,9 @@ def _kernel() -> Specialisation:
         flags |= add_bias(part, uint32(0), vocab, vocab, bias_ids + place, bias_values + place, num_bias)
         if is_penalised:
             prompt, output = load_b32(prompt_start + of_row), load_b32(output_start + of_row)
-            flags |= _penalise(
-                part, vocab, all_counts + uint64(row) * uint64(vocab) * uint64(4),
+            counts = all_counts + uint64(row) * uint64(vocab) * uint64(4)
+            flags |= penalise(
+                (part, uint32(0), vocab, vocab, counts),
                 (prompt_ids + uint64(prompt) * uint64(4), uint32(load_b32(prompt_end + of_row) - prompt)),
                 (output_ids + uint64(output) * uint64(4), uint32(load_b32(output_end + of_row) - output)), penalties,
             )  # fmt: skip
@@ -241,7 +230,8 @@ def _kernel() -> Specialisation:
             random = load_b64(seeds + of_row * uint64(2)), load_b32(choices + of_row), load_b32(positions + of_row)
             min_p = load_f32(min_ps + of_row)
             filters = temperature, min_p, load_b32(top_ks + of_row), load_f32(top_ps + of_row)
-            largest, token = shape(whole, words, order, largest, token, random, filters, search_memory, shared)
+            memory_of = search_memory, shared
+            largest, token = shape(whole, words, order, largest, token, random, filters, memory_of)
             total = uint64(0)
             if is_mirostat:
                 total, _ = masses(whole, largest, search_memory)

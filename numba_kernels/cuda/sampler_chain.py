@@ -399,14 +399,15 @@ def _share_of_stage(stage, words, filters):
 
 
 @device_function
-def shape(row, words, order, largest, token, random, filters, shared, entries):
+def shape(row, words, order, largest, token, random, filters, memory):
     """Apply a chain's samplers to a row. Returns the largest logit that is left, and its first token.
 
     words    address of the chain's; not read if ``order`` names none that only chains have
     random   seed, choice, position
     filters  temperature, min_p, top_k, top_p
+    memory   of a search, of exchanges
     """
-    temperature, min_p, top_k, _ = filters
+    (temperature, min_p, top_k, _), (shared, entries) = filters, memory
     while order != uint32(0):
         stage = order & uint32(15)
         order >>= uint32(4)

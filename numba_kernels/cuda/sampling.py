@@ -164,9 +164,11 @@ def _penalised(logit, count, repetition, presence, frequency):
 
 
 @device_function
-def go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, is_prompt, penalties):
+def go_through(step, row, ids, count, is_prompt, penalties):
     """Step 0 clears the counts of a list's tokens, step 1 counts them or marks them as the prompt's, and in step 2 the
-    thread that takes a token's count penalises it. Flags."""
+    thread that takes a token's count penalises it. Flags. `row` is (the block's part, its first token, how many, the
+    vocabulary's size, the row's counts)."""
+    part, first_token, num_tokens, vocab, counts = row
     flags = uint32(0)
     i = uint32(cuda.threadIdx.x)
     while i < count:
@@ -197,6 +199,18 @@ def go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, i
                             logit = _penalised(load(logit_place), times, penalties[0], penalties[1], penalties[2])
                             store(logit_place, logit)
         i = uint32(i + uint32(_LISTED_AT_ONCE * THREADS))
+    return flags
+
+
+@device_function
+def penalise(row, prompt, output, penalties):
+    """`go_through` in three steps, of the lists of the prompt and of the output, (address, count). Flags."""
+    flags, step = uint32(0), uint32(0)
+    while step < uint32(3):
+        sync_block()
+        flags |= go_through(step, row, prompt[0], prompt[1], True, penalties)
+        flags |= go_through(step, row, output[0], output[1], False, penalties)
+        step = uint32(step + uint32(1))
     return flags
 
 
@@ -352,20 +366,10 @@ def _kernel(is_cluster: bool) -> Specialisation:
                     num_prompt = uint32(load_b32(prompt_end + of_row) - prompt)
                     output = load_b32(output_start + of_row)
                     num_output = uint32(load_b32(output_end + of_row) - output)
-                    step = uint32(0)
-                    while step < uint32(3):
-                        sync_block()
-                        flags |= go_through(
-                            step, part, first_token, num_tokens, vocab, counts,
-                            prompt_ids + uint64(prompt) * uint64(4), num_prompt, True,
-                            (repetition, presence, frequency),
-                        )  # fmt: skip
-                        flags |= go_through(
-                            step, part, first_token, num_tokens, vocab, counts,
-                            output_ids + uint64(output) * uint64(4), num_output, False,
-                            (repetition, presence, frequency),
-                        )  # fmt: skip
-                        step = uint32(step + uint32(1))
+                    own_row = part, first_token, num_tokens, vocab, counts
+                    prompts = prompt_ids + uint64(prompt) * uint64(4), num_prompt
+                    outputs = output_ids + uint64(output) * uint64(4), num_output
+                    flags |= penalise(own_row, prompts, outputs, (repetition, presence, frequency))
                 sync_block()
             is_going_on = is_listed and passes == uint32(0)
             is_scaled = not (is_going_on or is_greedy) and temperature != float32(1.0)
@@ -444,10 +448,11 @@ def _kernel(is_cluster: bool) -> Specialisation:
             while searches < uint32(2):
                 is_mass = searches == uint32(1)
                 if top_p < float32(1.0) if is_mass else int32(top_k) > int32(0) and top_k < vocab:
+                    kind, progress = (is_mass, not is_mass, are_few), (num_candidates, turn)
+                    share = top_p if is_mass else float32(1.0)
                     lowest, num_candidates, turn = search(
-                        own_part, largest, lowest, uint64(top_k), top_p if is_mass else float32(1.0), is_mass,
-                        not is_mass, are_few, num_candidates, search_memory, turn,
-                    )  # fmt: skip
+                        own_part, largest, lowest, uint64(top_k), share, kind, progress, search_memory
+                    )
                 searches = uint32(searches + uint32(1))
 
             seed, draw = (

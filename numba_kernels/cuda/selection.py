@@ -381,9 +381,9 @@ def digit_chooser(is_cluster: bool) -> Any:
 
 @functools.cache
 def searcher(is_cluster: bool) -> Any:
-    """A device function ``(part, largest, lowest, wanted, share, is_mass, keeps_ties, are_few, num_candidates, shared,
-    turn) -> (lowest, num_candidates, turn)``: the rank from which on the tokens of a rank from `lowest` on have the
-    mass `wanted`, or are as many. All threads of all blocks of the row call it.
+    """A device function ``(part, largest, lowest, wanted, share, (is_mass, keeps_ties, are_few), (num_candidates,
+    turn), shared) -> (lowest, num_candidates, turn)``: the rank from which on the tokens of a rank from `lowest` on
+    have the mass `wanted`, or are as many. All threads of all blocks of the row call it.
 
     part            as in `gather_candidates`
     largest         logit of the row, which has weight 1
@@ -400,7 +400,8 @@ def searcher(is_cluster: bool) -> Any:
     first_shift, middle_shift, _ = _SHIFTS
 
     @device_function
-    def search(part, largest, lowest, wanted, share, is_mass, keeps_ties, are_few, num_candidates, shared, turn):
+    def search(part, largest, lowest, wanted, share, kind, progress, shared):
+        (is_mass, keeps_ties, are_few), (num_candidates, turn) = kind, progress
         lowest_key = uint32(lowest >> uint64(ID_BITS))
         key, rest = uint32(0), uint32(_ALL_BITS)  # the bits that are known, and which are not
         id_key, id_rest = uint32(0), uint32(_ID_MASK)

@@ -41,6 +41,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
     GROUP_ROWS,
     PIECE_BYTES,
     PIECE_COLUMNS,
+    Ring,
     Tile,
     ring_starter,
     stage_advancer,
@@ -271,7 +272,7 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, we
         step = uint32(uint32(cuda.gridDim.x) // uint32(blocks))
         tiles_n = uint32((n + uint32(columns - 1)) // uint32(columns))
         num_all = uint32(count * tiles_n)
-        stage = uint32(0)
+        stage, ring = uint32(0), Ring(shared, full, empty)
         if warp < uint32(producers):
             if moves_registers:
                 fewer_registers()
@@ -292,10 +293,8 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, we
                     sources[i] = uint32(row * chunks_a_row + chunk)
                 if is_packed:
                     weight = memory.load_b64(table + uint64(expert) * uint64(8))
-                    stage, phase, late = unpack_tile(
-                        x, weight, shared, full, empty, stage, phase, late, warp, lane, sources, column, n, k,
-                        uint32(0), k,
-                    )  # fmt: skip
+                    at, place, span = (stage, phase, late), (sources, column, n, k), (uint32(0), k)
+                    stage, phase, late = unpack_tile(x, weight, ring, at, warp, lane, place, span)
                 else:
                     weight = maps
                     if is_joined:
@@ -333,7 +332,7 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, we
             weight_part = uint32(shared + uint32(x_bytes))
             piece = uint32(shared + uint32(pieces_at) + warp * uint32(PIECE_BYTES))
             if blocks > 1:
-                empty = cluster.address_in(empty, lane & uint32(blocks - 1))
+                ring = Ring(shared, full, cluster.address_in(empty, lane & uint32(blocks - 1)))
             num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
             phase = uint32(0)
             sums, column_scales = cuda.local.array(num_sums, float32), cuda.local.array(num_held, float32)
@@ -345,11 +344,9 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False, we
                 if is_packed:
                     weight = memory.load_b64(table + uint64(expert) * uint64(8))
                     load_columns(column_scales, weight, n, k, column, lane)
-                stage, phase = multiply_tile(
-                    sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps
-                )  # fmt: skip
+                stage, phase = multiply_tile(sums, (x_part, weight_part), ring, (stage, phase), lane, num_steps)
                 if is_packed:
-                    scale_columns(sums, column_scales, lane)
+                    scale_columns((sums, column_scales, lane))
                 row = uint32(first_row + rank * uint32(block_m) + warp * uint32(16))
                 store_rows((sums, piece, lane, bias, out, uint32(first_row + rows), n, row, column))
                 index = uint32(index + step)

@@ -111,7 +111,8 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
             state[5] = uint32(1) if first < last else uint32(0)
             ring_places = uint32(0), uint32(cuda.gridDim.x), uint32(tiles - uint32(1)), own_tiles, both, k
             aim(rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, uint32(0))
-            fill(state, rows, scale_rows, stages, barriers, weight, ring_places, first, last, lane)
+            own_ring, source = (stages, barriers), (weight, ring_places, first, last, lane)
+            fill(state, rows, scale_rows, own_ring, source)
         else:
             aim(rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, lane)
             begin(words, scales, rows, scale_rows, first, last)
@@ -123,7 +124,7 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
         for other in range(WARPS):
             most = max(most, greatest[other])
         factor, unfactor = scale_by(most)
-        stage(x_row, uint64(0), shared, warp, uint32(WARPS), k, padded, factor, lane)
+        stage(x_row, uint64(0), shared, (warp, uint32(WARPS), lane), k, padded, factor)
         sync_block()
         at = place(shared, padded, lane)
         turn = uint32(0)
@@ -131,16 +132,11 @@ def _gate_up(weight_name: str, activation: str, ring_slots: int = 0) -> Speciali
             following = uint32(tile + uint32(cuda.gridDim.x))
             goes_on = uint32(1) if following < tiles else uint32(0)
             if has_ring:
-                multiply_ring(
-                    sums, state, rows, scale_rows, stages, barriers, weight, ring_places, at, uint32(0), first, last,
-                    lane,
-                )  # fmt: skip
+                multiply_ring(sums, state, rows, scale_rows, own_ring, source, (at, uint32(0)))
             else:
                 aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
-                multiply(
-                    sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, uint32(0), first,
-                    last, lane,
-                )  # fmt: skip
+                own, to_come = (rows, scale_rows), (next_rows, next_scale_rows)
+                multiply(sums, (words, scales), own, to_come, goes_on, (at, uint32(0)), (first, last))
             leave(sums, uint32(partials + uint32(turn * uint32(WARPS) + warp) * uint32(ROWS * 4)), lane)
             column = uint32(tile * uint32(ROWS) + thread)
             tile = following
@@ -227,7 +223,8 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
             state[5] = uint32(1) if first < last else uint32(0)
             places = uint32(0), uint32(cuda.gridDim.x), uint32(tiles - uint32(1)), uint32(0), n, k
             aim(rows, scale_rows, weight, tile, n, k, first, uint32(0))
-            fill(state, rows, scale_rows, stages, barriers, weight, places, first, last, lane)
+            own_ring, source = (stages, barriers), (weight, places, first, last, lane)
+            fill(state, rows, scale_rows, own_ring, source)
         else:
             aim(rows, scale_rows, weight, tile, n, k, first, lane)
             begin(words, scales, rows, scale_rows, first, last)
@@ -244,19 +241,16 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
             other = uint32(other + uint32(1))
         factor, unfactor = scale_by(most)
         staged = uint32(staged + rank * padded * uint32(row_width))
-        stage(h_row, uint64(0), staged, stream, streams, k, padded, factor, lane)
+        stage(h_row, uint64(0), staged, (stream, streams, lane), k, padded, factor)
         sync_block()
         at = place(staged, padded, lane)
         goes_on = uint32(1)
         while goes_on != uint32(0):
             if has_ring:
-                multiply_ring(
-                    sums, state, rows, scale_rows, stages, barriers, weight, places, at, uint32(0), first, last, lane
-                )  # fmt: skip
+                multiply_ring(sums, state, rows, scale_rows, own_ring, source, (at, uint32(0)))
             else:
-                multiply(
-                    sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), at, uint32(0), first, last, lane
-                )  # fmt: skip
+                own = rows, scale_rows
+                multiply(sums, (words, scales), own, own, uint32(0), (at, uint32(0)), (first, last))
             leave(sums, uint32(partials + warp * uint32(ROWS * 4)), lane)
             sync_block()
             column = uint32(tile * uint32(ROWS) + lane)

@@ -66,8 +66,9 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
     stride, outputs = (1, row_sums) if is_gated else (TEAMS, TEAMS * row_sums)  # of a unit
 
     @device_function
-    def stage_row(x, tokens, first_row, count, target, wholes, k, padded, warp, lane):
+    def stage_row(x, tokens, rows_of_tile, target, wholes, sizes, warp, lane):
         """A warp's row of a tile goes to shared memory; rows that are not there are zeros."""
+        (first_row, count), (k, padded) = rows_of_tile, sizes
         most, there, x_row = uint32(0), uint32(0), x
         if warp < count:
             row = uint32(first_row + warp)
@@ -76,7 +77,7 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
             x_row, there = x + uint64(row) * uint64(k) * uint64(2), k
             most = largest(x_row, uint32(0), uint32(1), k, lane)
         factor, unfactor = scale_by(most)
-        stage(x_row, uint64(0), target, uint32(0), uint32(1), there, padded, factor, lane)
+        stage(x_row, uint64(0), target, (uint32(0), uint32(1), lane), there, padded, factor)
         if lane == uint32(0):
             memory.shared_store_f32(uint32(wholes + warp * uint32(4)), unfactor * float32(shift))
 
@@ -132,22 +133,19 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
             places = beside, uint32(stride), uint32(after - uint32(1)), before, both, k
             at_first = uint32(minimum_u32(state[3], uint32(after - uint32(1))) + before)
             aim(weight_rows, scale_rows, weight, at_first, both, k, first, uint32(0))
-            fill(state, weight_rows, scale_rows, stages, barriers, weight, places, first, last, lane)
+            own_ring, source = (stages, barriers), (weight, places, first, last, lane)
+            fill(state, weight_rows, scale_rows, own_ring, source)
             if not has_waited:
                 wait_for_previous_grid()  # weights are immutable, and the list was made before: only x is new
                 has_waited = True
             launch_dependents()
             if warp < uint32(rows):
                 target = uint32(shared + warp * row_of_x)
-                stage_row(
-                    x, tokens, first_row, num_rows, target, memory.shared_address(wholes), k, padded, warp, lane
-                )  # fmt: skip
+                whole = memory.shared_address(wholes)
+                stage_row(x, tokens, (first_row, num_rows), target, whole, (k, padded), warp, lane)
             sync_block()
             while column < after:
-                multiply(
-                    sums, state, weight_rows, scale_rows, stages, barriers, weight, places, x_place, between, first,
-                    last, lane,
-                )  # fmt: skip
+                multiply(sums, state, weight_rows, scale_rows, own_ring, source, (x_place, between))
                 leave(sums, uint32(partials + uint32(turn * uint32(warps) + warp) * uint32(row_sums * 4)), lane)
                 sync_block()
                 own, which = thread, uint32(0)

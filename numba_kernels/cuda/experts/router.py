@@ -202,10 +202,8 @@ def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Special
                     value, _ = read_2(uint32(found + uint32(expert - owner * own) * uint32(8)), owner)
                     store_f32(logits + uint64(expert) * uint64(4), f32_from_bits(value))
             at = row * uint64(top_k) * uint64(4)
-            choose(
-                logits, added, uint64(0), ids + at, weights + at, lane, num_experts, top_k, uint32(1), uint32(1),
-                uint32(0), normalises, scale, sum_eps,
-            )  # fmt: skip
+            of_row, groups = (logits, added, uint64(0), ids + at, weights + at), (uint32(1), uint32(1), uint32(0))
+            choose(of_row, lane, num_experts, top_k, groups, (normalises, scale, sum_eps))
         leave()
 
     return Specialisation(

@@ -56,9 +56,9 @@ def _lowest(number, is_candidate):
 
 @functools.cache
 def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
-    """A device function ``(logits, bias, factors, ids, weights, lane, num_experts, top_k, num_groups, top_groups,
-    adds_two, normalises, scale, sum_eps)`` for a whole warp and a row: addresses of its logits, of the scores' bias and
-    the weights' factors (or 0), and of its results. SparseMixer's threshold takes the place of `sum_eps`."""
+    """A device function ``(row, lane, num_experts, top_k, (num_groups, top_groups, adds_two), (normalises, scale,
+    sum_eps))`` for a whole warp and a row: a tuple of the addresses of its logits, of the scores' bias and the weights'
+    factors (or 0), of its ids and weights. SparseMixer's threshold takes the place of `sum_eps`."""
     is_softmax, is_sparse = scores == "softmax", scores == "sparsemixer"
 
     @device_function
@@ -101,10 +101,9 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
                 choice[i] = float32(_MINUS_INFINITY)
 
     @device_function
-    def choose(
-        logits, bias, factors, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two, normalises,
-        scale, sum_eps,
-    ):  # fmt: skip
+    def choose(row, lane, num_experts, top_k, groups, ends):
+        (logits, bias, factors, ids, weights), (normalises, scale, sum_eps) = row, ends
+        num_groups, top_groups, adds_two = groups
         found = cuda.local.array(per_lane, float32)  # the experts' scores
         choice = cuda.local.array(per_lane, float32)
         keys = cuda.local.array(per_lane, uint32)
@@ -217,10 +216,9 @@ def _kernel(per_lane: int, scores: str, has_groups: bool) -> Specialisation:
         launch_dependents()
         if row < num_rows:
             at = uint64(row) * uint64(top_k) * uint64(4)
-            choose(
-                logits + uint64(row) * uint64(num_experts) * uint64(4), bias, factors, ids + at, weights + at,
-                lane_index(), num_experts, top_k, num_groups, top_groups, adds_two, normalises, scale, sum_eps,
-            )  # fmt: skip
+            of_row = logits + uint64(row) * uint64(num_experts) * uint64(4), bias, factors, ids + at, weights + at
+            groups, ends = (num_groups, top_groups, adds_two), (normalises, scale, sum_eps)
+            choose(of_row, lane_index(), num_experts, top_k, groups, ends)
 
     return Specialisation(
         name=f"route_{scores}_x{per_lane}{'_groups' if has_groups else ''}",

@@ -32,6 +32,7 @@ from numba_kernels.cuda.gemm.hopper_out import SQUARE_PIECES, load_scales, resid
 from numba_kernels.cuda.gemm.hopper_ring import (
     BLOCK_K,
     GROUP_ROWS,
+    Ring,
     Tile,
     ring_starter,
     tile_loader,
@@ -132,33 +133,30 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
         num_tiles = uint32(tiles_m * tiles_n)
         index = uint32(uint32(cuda.blockIdx.x) // uint32(blocks))
         step = uint32(uint32(cuda.gridDim.x) // uint32(blocks))
-        stage = uint32(0)
+        stage, ring = uint32(0), Ring(shared, full, empty)
         if warp < uint32(producers):
             if moves_registers:
                 fewer_registers()
             if is_packed:
-                phase, late = uint32(1), (uint32(0), uint32(0))
+                at = stage, uint32(1), (uint32(0), uint32(0))
                 while index < num_tiles:
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
-                    stage, phase, late = unpack_tile(
-                        x, weight, shared, full, empty, stage, phase, late, warp, lane,
-                        uint32(row_tile * uint32(block_m)), uint32(column_tile * uint32(columns)), n, k, uint32(0), k,
-                    )  # fmt: skip
+                    place = uint32(row_tile * uint32(block_m)), uint32(column_tile * uint32(columns)), n, k
+                    at = unpack_tile(x, weight, ring, at, warp, lane, place, (uint32(0), k))
                     index = uint32(index + step)
                 launch_dependents()
             elif thread == uint32(0):
                 phase = uint32(1)
                 row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                 column = uint32(column_tile * uint32(columns))
-                num_asked = ask_ahead(weight, shared, full, rank, column, n, uint32(0), k)
+                num_asked = ask_ahead(weight, ring, rank, column, n, uint32(0), k)
                 wait_for_previous_grid()
                 while index < num_tiles:
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                     row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m))
                     column = uint32(column_tile * uint32(columns))
-                    stage, phase = load_tile(
-                        x, weight, shared, full, empty, stage, phase, num_asked, rank, row, column, n, uint32(0), k
-                    )  # fmt: skip
+                    at, place = (stage, phase, num_asked), (rank, row, column, n)
+                    stage, phase = load_tile(x, weight, ring, at, place, (uint32(0), k))
                     num_asked = uint32(0)
                     index = uint32(index + step)
                 launch_dependents()
@@ -174,7 +172,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
             piece = uint32(shared + uint32(pieces_at) + warp * uint32(piece_bytes))
             arrived = uint32(arrived + warp * uint32(16))
             if blocks > 1:
-                empty = cluster.address_in(empty, lane & uint32(blocks - 1))
+                ring = Ring(shared, full, cluster.address_in(empty, lane & uint32(blocks - 1)))
             num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
             phase, residual_phase = uint32(0), uint32(0)
             sums, column_scales = cuda.local.array(num_sums, float32), cuda.local.array(num_held, float32)
@@ -187,11 +185,9 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
                 scales = load_scales(given, row, lane)
                 if is_packed:
                     load_columns(column_scales, weight, n, k, column, lane)
-                stage, phase = multiply_tile(
-                    sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps
-                )  # fmt: skip
+                stage, phase = multiply_tile(sums, (x_part, weight_part), ring, (stage, phase), lane, num_steps)
                 if is_packed:
-                    scale_columns(sums, column_scales, lane)
+                    scale_columns((sums, column_scales, lane))
                 if stores_tiles:
                     store_tile((given, sums, scales, piece, arrived, residual_phase, row, column, lane))
                     residual_phase ^= uint32(is_phase_moved)

@@ -37,6 +37,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
     GROUP_ROWS,
     PIECE_BYTES,
     PIECE_COLUMNS,
+    Ring,
     Tile,
     ring_starter,
     stage_advancer,
@@ -101,21 +102,20 @@ def _loader(activation: str, *, is_grouped: bool) -> Any:
     load_x_scales, load_scales, half = tma.load(2), tma.load(3), (_SCALES_BYTES - _X_SCALES_BYTES) // 2
 
     @device_function
-    def load_tile(
-        x, weight, x_scales, scales, shared, full, empty, stage, phase, row_tile, column_tile, up, slot, last_slot
-    ):
+    def load_tile(maps, ring, at, place, slot, last_slot):
+        (x, weight, x_scales, scales), (stage, phase), (row_tile, column_tile, up) = maps, at, place
         while slot < last_slot:
-            mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-            barrier = uint32(full + stage * uint32(8))
+            mbarrier.wait(uint32(ring.empty + stage * uint32(8)), phase)
+            barrier = uint32(ring.full + stage * uint32(8))
             mbarrier.arrive_expecting(barrier, uint32(expected))
-            target = uint32(shared + stage * uint32(stage_bytes))
+            target = uint32(ring.shared + stage * uint32(stage_bytes))
             load(target, x, barrier, zero, zero, slot, row_tile)
             target = uint32(target + uint32(x_bytes))
             load(target, weight, barrier, zero, zero, slot, column_tile)
             if is_gated:
                 load(uint32(target + uint32(x_bytes // 2)), weight, barrier, zero, zero, slot, uint32(column_tile + up))
             if is_grouped:
-                target = uint32(shared + uint32(_SCALES_AT) + stage * uint32(_SCALES_BYTES))
+                target = uint32(ring.shared + uint32(_SCALES_AT) + stage * uint32(_SCALES_BYTES))
                 load_x_scales(target, x_scales, barrier, uint32(row_tile * uint32(TILE_ROWS)), slot >> uint32(1))
                 target = uint32(target + uint32(_X_SCALES_BYTES))
                 load_scales(target, scales, barrier, zero, slot, column_tile >> uint32(1))
@@ -202,11 +202,12 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                 phase = uint32(1)
                 while index < num_tiles:
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
-                    stage, phase = load_tile(
-                        x, weight, x_scales, scales, shared, full, empty, stage, phase,
+                    place = (
                         uint32(row_tile * uint32(ROW_TILES)), uint32(column_tile * uint32(columns // TILE_ROWS)),
-                        uint32(n // uint32(TILE_ROWS)), first_slot, last_slot,
+                        uint32(n // uint32(TILE_ROWS)),
                     )  # fmt: skip
+                    maps, ring, at = (x, weight, x_scales, scales), Ring(shared, full, empty), (stage, phase)
+                    stage, phase = load_tile(maps, ring, at, place, first_slot, last_slot)
                     index = uint32(index + step)
                 launch_dependents()
             if blocks > uint32(1):

@@ -7,6 +7,7 @@ in all blocks of the cluster that the bytes went to.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,10 @@ class Tile:
         return f"{self.block_m}x{self.block_n}x{BLOCK_K}_s{self.num_stages}{shared}"
 
 
+Ring = namedtuple("Ring", "shared full empty")
+"""Shared addresses: the first stage, and the first barriers of full and of empty stages."""
+
+
 @functools.cache
 def tile_order(group_rows: int) -> Any:
     """A device function ``(index, tiles_m, tiles_n) -> (row tile, column tile)``.
@@ -155,9 +160,10 @@ def ring_starter(tile: Tile, num_fillers: int = 0) -> Any:
 def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
     """Three device functions for one thread, the producer: loads one tile's data by the TMA, stage by stage.
 
-    `load_tile` waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The
-    weight's tile, from row `first` on, is loaded by all blocks of the cluster, a part each, for all of them. For a
-    gated unit half of its rows are of the gate's half of the weight, the others `up` rows further.
+    `load_tile`, ``(x, weight, ring, (stage, phase, num_asked), (rank, row, first, up), (start, end))``, waits where the
+    consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The weight's tile, from row
+    `first` on, is loaded by all blocks of the cluster, a part each, for all of them. For a gated unit half of its rows
+    are of the gate's half of the weight, the others `up` rows further.
 
     `ask_ahead` comes before a block's first tile: it prefetches the weight's part of all stages, and returns their
     number. Weights are immutable, so that this need not wait for the previous grid.
@@ -173,10 +179,10 @@ def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
     load, load_for_all = tma.load(2), tma.load(2, is_multicast=True)
 
     @device_function
-    def load_weight(weight, shared, full, stage, rank, first, up, start):
-        barrier = uint32(full + stage * uint32(8))
+    def load_weight(weight, ring, stage, rank, first, up, start):
+        barrier = uint32(ring.full + stage * uint32(8))
         mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
-        target = uint32(shared + stage * uint32(stage_bytes) + uint32(x_bytes) + rank * uint32(part_bytes))
+        target = uint32(ring.shared + stage * uint32(stage_bytes) + uint32(x_bytes) + rank * uint32(part_bytes))
         behind = up if is_gated else uint32(part_rows)
         if blocks > 1:
             row = uint32(first + rank * behind)
@@ -187,24 +193,25 @@ def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
                 load(uint32(target + uint32(part_bytes)), weight, barrier, start, uint32(first + behind))
 
     @device_function
-    def ask_ahead(weight, shared, full, rank, first, up, start, end):
+    def ask_ahead(weight, ring, rank, first, up, start, end):
         stage = uint32(0)
         while start < end and stage < uint32(num_stages):
-            load_weight(weight, shared, full, stage, rank, first, up, start)
+            load_weight(weight, ring, stage, rank, first, up, start)
             stage = uint32(stage + uint32(1))
             start = uint32(start + uint32(BLOCK_K))
         return stage
 
     @device_function
-    def load_tile(x, weight, shared, full, empty, stage, phase, num_asked, rank, row, first, up, start, end):
+    def load_tile(x, weight, ring, at, place, span):
+        (stage, phase, num_asked), (rank, row, first, up), (start, end) = at, place, span
         while start < end:
             if num_asked > uint32(0):
                 num_asked = uint32(num_asked - uint32(1))
             else:
-                mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-                load_weight(weight, shared, full, stage, rank, first, up, start)
-            target = uint32(shared + stage * uint32(stage_bytes))
-            load(target, x, uint32(full + stage * uint32(8)), start, row)
+                mbarrier.wait(uint32(ring.empty + stage * uint32(8)), phase)
+                load_weight(weight, ring, stage, rank, first, up, start)
+            target = uint32(ring.shared + stage * uint32(stage_bytes))
+            load(target, x, uint32(ring.full + stage * uint32(8)), start, row)
             stage, phase = next_stage(stage, phase)
             start = uint32(start + uint32(BLOCK_K))
         return stage, phase
@@ -222,7 +229,8 @@ def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
 
 @functools.cache
 def tile_multiplier(dtype: str, tile: Tile) -> Any:
-    """A device function for a group of consumers: a tile's sums, of `num_steps` stages, at least one.
+    """A device function ``(sums, (x_part, weight_part), ring, (stage, phase), lane, num_steps)`` for a group of
+    consumers: a tile's sums, of `num_steps` stages, at least one.
 
     While one stage is multiplied, the next one's products are issued; the stage before it has then been read, and lane
     i of each warp arrives at block i's barrier `empty`.
@@ -234,18 +242,18 @@ def tile_multiplier(dtype: str, tile: Tile) -> Any:
     arrive = mbarrier.arrive_read if blocks > 1 else mbarrier.arrive
 
     @device_function
-    def multiply_tile(sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps):
-        first_x, first_weight = describe(x_part), describe(weight_part)
-        read = empty
+    def multiply_tile(sums, parts, ring, at, lane, num_steps):
+        first_x, first_weight, (stage, phase) = describe(parts[0]), describe(parts[1]), at
+        read = ring.empty
         count = uint32(0)
         while count < num_steps:
-            mbarrier.wait(uint32(full + stage * uint32(8)), phase)
-            at = uint32(stage * uint32(stage_bytes // 16))
-            multiply(sums, wgmma.advance(first_x, at), wgmma.advance(first_weight, at), count)
+            mbarrier.wait(uint32(ring.full + stage * uint32(8)), phase)
+            units = uint32(stage * uint32(stage_bytes // 16))
+            multiply(sums, wgmma.advance(first_x, units), wgmma.advance(first_weight, units), count)
             wait_but_one(sums)
             if count > uint32(0) and lane < uint32(blocks):
                 arrive(read)
-            read = uint32(empty + stage * uint32(8))
+            read = uint32(ring.empty + stage * uint32(8))
             stage, phase = next_stage(stage, phase)
             count = uint32(count + uint32(1))
         wait_for_all(sums)

@@ -29,7 +29,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     scales_leaver,
     squares_leaver,
 )
-from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, ring_starter, tile_loader, tile_multiplier
+from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Ring, Tile, ring_starter, tile_loader, tile_multiplier
 from numba_kernels.cuda.gemm.hopper_unpack import dense_unpacker, slots_ahead
 from numba_kernels.cuda.gemm.weight_stream import packed_stream
 from numba_kernels.cuda.intrinsics import cluster, memory, mma, tma
@@ -134,24 +134,21 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
         else:
             start = divide_u32(uint32(num_steps * rank), parts)
             end = divide_u32(uint32(num_steps * (rank + 1)), parts)
+        ring = Ring(shared, full, empty)
         if warp < uint32(producers):
             first, last_k = uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K))
             if is_packed:
-                unpack_tile(
-                    x, weight, shared, full, empty, uint32(0), uint32(1), (uint32(0), uint32(0)), warp, lane,
-                    first_row, first_column, n, k, first, minimum_u32(last_k, k),
-                )  # fmt: skip
+                at, place = (uint32(0), uint32(1), (uint32(0), uint32(0))), (first_row, first_column, n, k)
+                unpack_tile(x, weight, ring, at, warp, lane, place, (first, minimum_u32(last_k, k)))
                 launch_dependents()
                 rows, first = uint32(last - row), uint32(first_row + row)
                 leave_scales(given, scales, first, rows, warp, uint32(producers), lane)
                 cluster.release_shared()
             elif thread == uint32(0):
-                num_asked = ask_ahead(weight, shared, full, uint32(0), first_column, n, first, last_k)
+                num_asked = ask_ahead(weight, ring, uint32(0), first_column, n, first, last_k)
                 wait_for_previous_grid()
-                load_tile(
-                    x, weight, shared, full, empty, uint32(0), uint32(1), num_asked, uint32(0), first_row,
-                    first_column, n, first, last_k,
-                )  # fmt: skip
+                at, place = (uint32(0), uint32(1), num_asked), (uint32(0), first_row, first_column, n)
+                load_tile(x, weight, ring, at, place, (first, last_k))
                 launch_dependents()
             elif warp > uint32(0):
                 wait_for_previous_grid()
@@ -167,9 +164,8 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))
             sums = cuda.local.array(num_sums, float32)
-            multiply_tile(
-                sums, x_part, weight_part, full, empty, uint32(0), uint32(0), lane, uint32(end - start)
-            )  # fmt: skip
+            at, num_steps = (uint32(0), uint32(0)), uint32(end - start)
+            multiply_tile(sums, (x_part, weight_part), ring, at, lane, num_steps)
             sync_named(uint32(1), uint32(128 * num_consumers))  # all have read the stages
             own_row = uint32(warp * uint32(16) + (lane >> uint32(2)))
             pair = uint32(shared + (own_row * uint32(block_n) + (lane & uint32(3)) * uint32(2)) * uint32(4))

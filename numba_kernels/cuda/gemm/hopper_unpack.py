@@ -91,8 +91,9 @@ def stage_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, slot: in
 
 @functools.cache
 def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: Any, hand_over: Any) -> Any:
-    """A device function for all unpacking warps: loads one tile's data, stage by stage, like
-    `hopper_ring.tile_loader`'s. `late` is its last return value, or (0, 0).
+    """A device function ``(x, weight, ring, at, warp, lane, (rows, first column, n, k), (start, end))`` for all
+    unpacking warps: loads one tile's data, stage by stage, like `hopper_ring.tile_loader`'s. It returns the next `at`,
+    (stage, phase, late); the first `late` is (0, 0).
 
     Args:
         fetch: ``(x, stage's address, full barrier, rows, start, k, warp, lane)``, called by each warp once the stage is
@@ -118,21 +119,22 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
         inside, part_bytes = slot * slot_elements + pair * BLOCK_K, columns * 2 * BLOCK_K
 
         @device_function
-        def take_stage(ring, state):
-            stage, phase, late = ring
-            x, shared, full, empty, rows_of_x, (start, _, end, _, k), warp, lane, target, own, more, factors, pairs = (
-                state
+        def take_stage(place, state):
+            (stage, phase, late), (x, ring, rows_of_x, span, warp, lane, target, own, more, factors, pairs) = (
+                place,
+                state,
             )
+            start, _, end, _, k = span
             at_k = uint32(start + uint32(inside))
             if at_k < end:
-                mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-                barrier, at = uint32(full + stage * uint32(8)), uint32(shared + stage * uint32(stage_bytes))
+                mbarrier.wait(uint32(ring.empty + stage * uint32(8)), phase)
+                barrier, at = uint32(ring.full + stage * uint32(8)), uint32(ring.shared + stage * uint32(stage_bytes))
                 fetch(x, at, barrier, rows_of_x, at_k, k, warp, lane)
                 at, is_odd = uint32(at + target), uint32((lane >> uint32(2)) & uint32(1))
                 unpack_stage(own[0], factors, pairs, at, is_odd)
                 if has_two_parts:
                     unpack_stage(more[0], factors, pairs, uint32(at + uint32(part_bytes)), is_odd)
-                late = hand_over(full, stage, lane, late)
+                late = hand_over(ring.full, stage, lane, late)
                 stage, phase = next_stage(stage, phase)
             return stage, phase, late
 
@@ -142,13 +144,13 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
         load = stream.load(slot)
 
         @device_function
-        def load_slot(ring, state):
-            _, next_start, end, is_whole, _ = state[5]
-            (kept, places), (more_kept, more_places) = state[9], state[10]
+        def load_slot(place, state):
+            _, next_start, end, is_whole, _ = state[3]
+            (kept, places), (more_kept, more_places) = state[7], state[8]
             load((kept, places, next_start, end, is_whole))
             if has_two_parts:
                 load((more_kept, more_places, next_start, end, is_whole))
-            return ring
+            return place
 
         return load_slot
 
@@ -160,9 +162,8 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
     )  # fmt: skip
 
     @device_function
-    def unpack_tile(
-        x, weight, shared, full, empty, stage, phase, late, warp, lane, rows_of_x, first_column, n, k, start, end
-    ):  # fmt: skip
+    def unpack_tile(x, weight, ring, at, warp, lane, place_of, span_of):
+        (rows_of_x, first_column, n, k), (start, end) = place_of, span_of
         rows, more_rows = cuda.local.array(4, uint64), cuda.local.array(4, uint64)
         scale_rows, more_scale_rows = cuda.local.array(2, uint64), cuda.local.array(2, uint64)
         zero_rows, more_zero_rows = cuda.local.array(2, uint64), cuda.local.array(2, uint64)
@@ -191,12 +192,9 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
             if has_two_parts:
                 advance(more[1])
             span = start, next_start, end, is_whole, k
-            stage, phase, late = take_group(
-                (stage, phase, late),
-                (x, shared, full, empty, rows_of_x, span, warp, lane, target, own, more, factors, pairs),
-            )
+            at = take_group(at, (x, ring, rows_of_x, span, warp, lane, target, own, more, factors, pairs))
             start = next_start
-        return stage, phase, late
+        return at
 
     return unpack_tile
 
@@ -248,7 +246,8 @@ def column_scaler(tile: Tile, weight: str, dtype: str, is_gated: bool) -> tuple[
         """Scales of 32 columns."""
 
         @device_function
-        def scale_some(sums, held, lane):
+        def scale_some(state):
+            sums, held, lane = state
             for i in range(4):
                 at = 16 * number + 4 * i
                 source = uint32(uint32(8 * i) + (lane & uint32(3)) * uint32(2))
@@ -258,12 +257,4 @@ def column_scaler(tile: Tile, weight: str, dtype: str, is_gated: bool) -> tuple[
 
         return scale_some
 
-    def both(scale_first: Any, scale_second: Any) -> Any:
-        @device_function
-        def scale_both(sums, held, lane):
-            scale_first(sums, held, lane)
-            scale_second(sums, held, lane)
-
-        return scale_both
-
-    return load_scales, functools.reduce(both, (scaler(number) for number in range(count)))
+    return load_scales, in_turn([scaler(number) for number in range(count)])

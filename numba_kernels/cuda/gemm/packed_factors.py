@@ -64,8 +64,8 @@ class Factors:
         part_type: of a group's sums; `num_parts` of them a lane.
         num_sums: finished ones of a lane.
         scale_by: ``largest magnitude's bits -> (factor of x, factor of sums)``.
-        stage: ``(x_row, norm, target, part, parts, k, padded, factor, lane)``: this warp's chunks of `numbers_of` a row
-            go to shared memory, zeros after k.
+        stage: ``(x_row, norm, target, (part, parts, lane), k, padded, factor)``: this warp's chunks of `numbers_of` a
+            row go to shared memory, zeros after k.
         place: ``(target, padded, lane) -> address`` of the lane's first numbers, for the first product.
         apart: ``(row_bytes, padded, lane) -> bytes`` from there to those for the second product.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
@@ -171,7 +171,8 @@ def _digits(element: str, lane_words: int, rows: int) -> Factors:
         return uint32(top ^ uint32(_SIGNS)), uint32(middle ^ uint32(_SIGNS)), uint32(last ^ uint32(_SIGNS))
 
     @device_function
-    def stage(x_row, norm, target, part, parts, k, padded, factor, lane):
+    def stage(x_row, norm, target, place_in, k, padded, factor):
+        part, parts, lane = place_in
         numbers = cuda.local.array(8, uint32)
         at = uint32((part * uint32(32) + lane) * uint32(8))
         while at < padded:
@@ -265,7 +266,8 @@ def _halves(element: str, lane_words: int, rows: int) -> Factors:
     multiply = multiply_all("f16", ((0, (0, 4, 1, 5), (0, 1)), (0, (2, 6, 3, 7), (2, 3))))
 
     @device_function
-    def stage(x_row, norm, target, part, parts, k, padded, factor, lane):
+    def stage(x_row, norm, target, place_in, k, padded, factor):
+        part, parts, lane = place_in
         at = uint32((part * uint32(32) + lane) * uint32(8))
         while at < padded:
             a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)

@@ -45,11 +45,10 @@ class PackedReader:
         aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: the addresses of a tile's slots.
         begin: ``(words, scales, rows, scale_rows, first, last)``: loads the first slots.
         begin_early: the same before `wait_for_previous_grid`.
-        multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, apart, first, last,
-            lane)``: the lane's sums of the tile's rows, which `factors.leave` completes, without the rows' scales; x is
-            where `factors` places the lane, `apart` the bytes from there to the second
-            product's x. With `goes_on` not 0, the next tile's first slots are loaded from `aim`'s addresses, and `rows`
-            become its own.
+        multiply: ``(sums, (words, scales), (rows, scale_rows), (next_rows, next_scale_rows), goes_on, x, (first,
+            last))``: the lane's sums of the tile's rows, which `factors.leave` completes, without the rows' scales. `x`
+            is (where `factors` places the lane, bytes from there to the second product's x). With `goes_on` not 0, the
+            next tile's first slots are loaded from `aim`'s addresses, and `rows` become its own.
         take_slot: ``(sums, parts, pairs, x_words, words, scales, x_at)``: multiplies one slot, the first of `words`.
         row_scale: ``(weight, n, k, row) -> number``.
         slots: ``k -> slots``.
@@ -194,9 +193,9 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
     take_turns = in_turn([turn_taker(i) for i in range(ahead)])
 
     @device_function
-    def multiply(
-        sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, apart, first, last, lane
-    ):  # fmt: skip
+    def multiply(sums, kept, places, next_places, goes_on, x, span):
+        (words, scales), (rows, scale_rows), (next_rows, next_scale_rows) = kept, places, next_places
+        (x_place, apart), (first, last) = x, span
         parts = cuda.local.array(num_parts, part_type)
         pairs, x_words = cuda.local.array(8, uint32), cuda.local.array(num_x_words, uint32)
         x_at = cuda.local.array(num_x, uint32)
@@ -205,7 +204,7 @@ def packed_reader(weight_name: str, num_rows: int = 1) -> PackedReader:
         for e in range(num_sums):
             sums[e] = float32(0.0)
         for j in range(num_x):
-            x_at[j] = uint32(x + first * uint32(slot_bytes) + uint32(j) * apart)
+            x_at[j] = uint32(x_place + first * uint32(slot_bytes) + uint32(j) * apart)
         slot, count = first, uint32(last - first)
         while slot < last:
             rows[0] += uint64(ahead * TILE_BYTES)

@@ -106,7 +106,7 @@ def _rows_stager(weight_name: str, num_rows: int, warps: int, meet: Any) -> Any:
                 there, most = k, maximum_u32_of_warp(greatest[row, lane & uint32(warps - 1)])
             factor, unfactor = scale_by(most)
             x_row, target = x + uint64(row) * uint64(k) * uint64(2), uint32(shared + row * row_of_x)
-            stage(x_row, norm, target, warp, uint32(warps), there, padded, factor, lane)
+            stage(x_row, norm, target, (warp, uint32(warps), lane), there, padded, factor)
             if row < m and warp == row:
                 whole = unfactor * float32(shift)
                 if norm != uint64(0):
@@ -202,7 +202,8 @@ def _kernel(
             state[5] = uint32(1) if first < last else uint32(0)
             places = inside, stride, last_tile, beside, both, k
             aim(rows, scale_rows, weight, at_first, both, k, first, uint32(0))
-            fill(state, rows, scale_rows, stages, barriers, weight, places, first, last, lane)
+            own_ring, source = (stages, barriers), (weight, places, first, last, lane)
+            fill(state, rows, scale_rows, own_ring, source)
         else:
             aim(rows, scale_rows, weight, at_first, both, k, first, lane)
             begin(words, scales, rows, scale_rows, first, last)
@@ -214,6 +215,7 @@ def _kernel(
         launch_dependents()
         wholes = stage_rows(given, shared, row_of_x, padded, warp, lane)
         x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
+        own_rows = rows, scale_rows
         turn, goes_on, num_kept, before = uint32(0), uint32(1), uint32(0), riding.NOT_COUNTED
         columns = uint32(columns_teams * uint32(ROWS))  # of the block
         first_column = uint32(block * columns)
@@ -222,22 +224,14 @@ def _kernel(
             if (has_turns or has_ring) and uint32(following - inside) <= last_tile:  # the same in all teams
                 goes_on = uint32(1)
             if has_ring:
-                multiply_ring(
-                    sums, state, rows, scale_rows, stages, barriers, weight, places, x_place,
-                    between, first, last, lane,
-                )  # fmt: skip
+                multiply_ring(sums, state, rows, scale_rows, own_ring, source, (x_place, between))
             elif has_turns:
                 at = uint32(minimum_u32(following, last_tile) + beside)
                 aim(next_rows, next_scale_rows, weight, at, both, k, first, lane)
-                multiply(
-                    sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x_place,
-                    between, first, last, lane,
-                )  # fmt: skip
+                to_come = next_rows, next_scale_rows
+                multiply(sums, (words, scales), own_rows, to_come, goes_on, (x_place, between), (first, last))
             else:
-                multiply(
-                    sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), x_place,
-                    between, first, last, lane,
-                )  # fmt: skip
+                multiply(sums, (words, scales), own_rows, own_rows, uint32(0), (x_place, between), (first, last))
             leave(sums, uint32(partials + uint32(turn * uint32(warps) + warp) * uint32(num_rows_sums * 4)), lane)
             if takes_adapters and not has_one_more and warp == uint32(0) and tile == block * columns_teams:
                 before = riding.wait_for_shrinking(lane, added)

@@ -27,6 +27,7 @@ Source of the instructions' layouts: PTX ISA, "mma.sync", "ldmatrix", "cp.async"
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, tile_na
 from numba_kernels.cuda.gemm.split_k import in_segment, segment_of
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import memory
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.fragments import copy_rows, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -119,9 +120,15 @@ def _chunk_copier(is_aligned: bool) -> Any:
     return copy_elements
 
 
+Source = namedtuple("Source", "a_target a_rows b_target b_rows weight column b_row b_column n")
+"""A thread's copies: places in a stage and addresses, which move on, of x and of the weight; its first k in a tile of x
+or of a weight, and its k and n of plain B."""
+
+
 @functools.cache
 def _tile_copier(tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Any:
-    """A device function that brings one K tile of x and weight to a stage, a part of it by each thread."""
+    """A device function ``(index, stage, source, k)`` that brings one K tile of x and weight to a stage, a part of it
+    by each thread. For a segment `k` is the length."""
     copy_chunk, commit = _chunk_copier(is_aligned), memory.copy_async_commit
     a_chunks, a_passes, a_step = _passes(tile, tile.block_m, tile.block_k)
     b_chunks, b_passes, b_step = _passes(tile, *_weight_tile(tile, is_weight_layout))
@@ -130,24 +137,22 @@ def _tile_copier(tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Any:
         copy_a, copy_b = copy_rows(a_passes, a_step * a_chunks * 16), copy_rows(b_passes, b_step * b_chunks * 16)
 
         @device_function
-        def copy_rows_on(index, stage, a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n, k):
-            """`column`: this thread's first k in a tile. The rows' addresses move on."""
-            first = uint32(index * uint32(block_k) + column)
+        def copy_rows_on(index, stage, source, k):
+            first = uint32(index * uint32(block_k) + source.column)
             num_bytes = uint32(16) if first < k else uint32(0)
-            copy_a(uint32(stage + a_target), a_rows, num_bytes)
-            copy_b(uint32(stage + b_target), b_rows, num_bytes)
+            copy_a(uint32(stage + source.a_target), source.a_rows, num_bytes)
+            copy_b(uint32(stage + source.b_target), source.b_rows, num_bytes)
             for i in range(a_passes):
-                a_rows[i] += uint64(tile_bytes)
+                source.a_rows[i] += uint64(tile_bytes)
             for i in range(b_passes):
-                b_rows[i] += uint64(tile_bytes)
+                source.b_rows[i] += uint64(tile_bytes)
             commit()
 
         return copy_rows_on
 
     @device_function
-    def copy_tile(index, stage, a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n, k):
-        """`column`: this thread's first k in a tile of x or a weight; `b_row`, `b_column`: its k, n of plain B. For a
-        segment `k` is the length."""
+    def copy_tile(index, stage, source, k):
+        a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n = source
         start = uint32(index * uint32(block_k))
         if start < k:
             first = uint32(start + column)
@@ -162,8 +167,8 @@ def _tile_copier(tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Any:
                     b_rows[i] += uint64(tile_bytes)
                 else:
                     row = uint32(start + b_row + uint32(i * b_step))
-                    source = weight + (uint64(row) * uint64(n) + uint64(b_column)) * uint64(2)
-                    copy_chunk(target, source, uint32(n - b_column) if row < k and b_column < n else uint32(0))
+                    at = weight + (uint64(row) * uint64(n) + uint64(b_column)) * uint64(2)
+                    copy_chunk(target, at, uint32(n - b_column) if row < k and b_column < n else uint32(0))
         commit()
 
     return copy_tile
@@ -233,7 +238,8 @@ def tile_multiplier(
         b_flip, b_offset = (step * 32, 0) if is_weight_layout else (0, step * 16 * b_row_bytes)
 
         @device_function
-        def multiply_step(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums):
+        def multiply_step(state):
+            a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums = state
             a_at[0] = uint32(a_stage + (a_place ^ uint32(step * 32)))
             for j in range(b_places):
                 b_at[j] = uint32(b_stage + (b_place ^ uint32(b_flip + j * 32)) + uint32(b_offset))
@@ -243,8 +249,7 @@ def tile_multiplier(
 
         return multiply_step
 
-    step_0, step_1, step_2, step_3 = (step_of(step) for step in range(4))
-    has_four_steps = block_k == 64
+    multiply_steps = in_turn([step_of(step) for step in range(block_k // 16)])
 
     @device_function
     def place(row, chunk, chunks):
@@ -309,12 +314,11 @@ def tile_multiplier(
 
         if not is_grouped:
             wait_for_previous_grid()
+        source = Source(a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n)
         write_stage, read_stage = uint32(0), uint32(0)
         index = uint32(0)
         while index < uint32(ahead):
-            copy_tile(
-                index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, length
-            )  # fmt: skip
+            copy_tile(index, write_stage, source, length)
             write_stage = uint32(write_stage + uint32(stage_bytes))
             index = uint32(index + uint32(1))
         if not is_cut:
@@ -323,9 +327,7 @@ def tile_multiplier(
         while start < length:
             wait_for_next()
             sync_block()  # tile `index - ahead` has arrived for all; the stage of the one before it is free
-            copy_tile(
-                index, write_stage, a_target, a_rows, b_target, b_rows, weight, k_column, b_row, n_column, n, length
-            )  # fmt: skip
+            copy_tile(index, write_stage, source, length)
             write_stage = uint32(write_stage + uint32(stage_bytes))
             if write_stage == uint32(all_stages_bytes):
                 write_stage = uint32(0)
@@ -333,11 +335,7 @@ def tile_multiplier(
 
             a_stage = uint32(shared + read_stage)
             b_stage = uint32(a_stage + uint32(a_bytes))
-            step_0(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
-            step_1(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
-            if has_four_steps:
-                step_2(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
-                step_3(a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums)
+            multiply_steps((a_stage, b_stage, a_place, b_place, a_at, b_at, a, b, sums))
             read_stage = uint32(read_stage + uint32(stage_bytes))
             if read_stage == uint32(all_stages_bytes):
                 read_stage = uint32(0)

@@ -264,8 +264,8 @@ def chunk_factors(form: ChunkForm, taps: int, has_bias: bool) -> Specialisation:
             tile, channel, length = k_tile, own_k, float32(1)
         target = uint32(tile + piece * uint32(16) + token * uint32(pitch))
         slide_normed(
-            target, uint32(pitch), uint32(first + token), uint32(pieces), uint32(channel + piece * uint32(8)), length,
-            conv, bias, tokens, rows_of_inputs,
+            target, uint32(pitch), (uint32(first + token), uint32(pieces)), uint32(channel + piece * uint32(8)), length,
+            (conv, bias), tokens, rows_of_inputs,
         )  # fmt: skip
         if is_last and part == uint32(0):
             keep_tail(own_q, uint32(pieces), thread, tokens, rows_of_inputs)
@@ -292,8 +292,8 @@ def chunk_factors(form: ChunkForm, taps: int, has_bias: bool) -> Specialisation:
                 token = uint32(group * uint32(value_tokens))
                 slide(
                     uint32(v_tile + piece * uint32(16) + token * uint32(value_pitch)), uint32(value_pitch),
-                    uint32(first + token), uint32(value_tokens), uint32(own_v + piece * uint32(8)), float32(1), conv,
-                    bias, tokens, rows_of_inputs,
+                    (uint32(first + token), uint32(value_tokens)), uint32(own_v + piece * uint32(8)), float32(1),
+                    (conv, bias), tokens, rows_of_inputs,
                 )  # fmt: skip
                 task = uint32(task + uint32(THREADS))
             if is_last:

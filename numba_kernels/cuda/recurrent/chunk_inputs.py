@@ -102,7 +102,7 @@ def tail_keeper(taps: int) -> Any:
 
 @functools.cache
 def slider(dtype: str, taps: int, has_bias: bool, norm_lanes: int) -> Any:
-    """A device function ``(target, pitch, token, count, channel, factor, conv, bias, tokens, rows)``: SiLU of the
+    """A device function ``(target, pitch, (token, count), channel, factor, (conv, bias), tokens, rows)``: SiLU of the
     convolution of 8 channels goes to the shared address `target`, for `count` tokens from `token` on.
 
     With `norm_lanes`, so many neighbouring lanes have a head's channels, and its row becomes of length `factor`."""
@@ -124,8 +124,8 @@ def slider(dtype: str, taps: int, has_bias: bool, norm_lanes: int) -> Any:
             window[8 * (taps - 1) + 2 * i + 1] = high
 
     @device_function
-    def slide(target, pitch, token, count, channel, factor, conv, bias, tokens, rows):
-        _, _, num_tokens, _, _, _ = tokens
+    def slide(target, pitch, span, channel, factor, filters, tokens, rows):
+        (token, count), (conv, bias), (_, _, num_tokens, _, _, _) = span, filters, tokens
         window = cuda.local.array(window_size, float32)
         weights = cuda.local.array(window_size, float32)
         biases = cuda.local.array(8, float32)

@@ -36,13 +36,13 @@ class PackedRing:
 
     Attributes:
         stage_bytes: of a warp.
-        fill: ``(state, rows, scale_rows, ring, barriers, weight, places, first, last, lane)``: asks for all stages,
-            from the one that is read next on. `rows` and `scale_rows` are addresses of the slots to ask for next.
-        multiply: ``(sums, state, rows, scale_rows, ring, barriers, weight, places, x, apart, first, last, lane)``:
-            as `PackedReader.multiply`; stages are asked for again as soon as they are read.
+        fill: ``(state, rows, scale_rows, ring, source)``: asks for all stages, from the one that is read next on.
+            `rows` and `scale_rows` are addresses of the slots to ask for next.
+        multiply: ``(sums, state, rows, scale_rows, ring, source, x)``: as `PackedReader.multiply`; stages are asked for
+            again as soon as they are read.
 
-    `places` is (tiles beside this block's first warp's, stride from tile to tile, last tile, tiles in front of this
-    warp's rows, the weight's rows, k).
+    `ring` is (stages, barriers), `source` (weight, places, first, last, lane), and `places` (tiles beside this block's
+    first warp's, stride from tile to tile, last tile, tiles in front of this warp's rows, the weight's rows, k).
     """
 
     stage_bytes: int
@@ -86,9 +86,9 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
     take_slots = in_turn([slot_taker(slot) for slot in range(slots)])
 
     @device_function
-    def ask(state, rows, scale_rows, target, barrier, weight, places, first, last, lane):
+    def ask(state, rows, scale_rows, target, barrier, source):
         """The next stage's slots, and steps on."""
-        beside, stride, last_tile, before, both, k = places
+        weight, (beside, stride, last_tile, before, both, k), first, last, lane = source
         if lane == uint32(0):
             count = minimum_u32(uint32(slots), uint32(last - state[4]))
             mbarrier.arrive_expecting(barrier, uint32(count * uint32(2 * TILE_BYTES + scale_step)))
@@ -111,15 +111,16 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
                 aim(rows, scale_rows, weight, tile, both, k, first, uint32(0))
 
     @device_function
-    def fill(state, rows, scale_rows, ring, barriers, weight, places, first, last, lane):
-        stage, left = state[0], state[2]
+    def fill(state, rows, scale_rows, ring, source):
+        (stages, barriers), stage, left = ring, state[0], state[2]
         while left != uint32(0) and state[5] != uint32(0):
-            target, barrier = uint32(ring + stage * uint32(stage_bytes)), uint32(barriers + stage * uint32(8))
-            ask(state, rows, scale_rows, target, barrier, weight, places, first, last, lane)
+            target, barrier = uint32(stages + stage * uint32(stage_bytes)), uint32(barriers + stage * uint32(8))
+            ask(state, rows, scale_rows, target, barrier, source)
             stage, left = next_stage(stage, uint32(0), state[2])[0], uint32(left - uint32(1))
 
     @device_function
-    def multiply(sums, state, rows, scale_rows, ring, barriers, weight, places, x, apart, first, last, lane):
+    def multiply(sums, state, rows, scale_rows, ring, source, x):
+        (stages, barriers), (_, _, first, last, lane), (x_place, apart) = ring, source, x
         parts = cuda.local.array(num_parts, part_type)
         pairs, x_words = cuda.local.array(8, uint32), cuda.local.array(num_x_words, uint32)
         words, scales = cuda.local.array(8, uint32), cuda.local.array(num_scale_words, uint32)
@@ -129,17 +130,17 @@ def packed_ring(weight_name: str, num_rows: int, slots: int) -> PackedRing:
         for e in range(num_sums):
             sums[e] = float32(0.0)
         for j in range(num_x):
-            x_at[j] = uint32(x + first * uint32(slot_bytes) + uint32(j) * apart)
+            x_at[j] = uint32(x_place + first * uint32(slot_bytes) + uint32(j) * apart)
         slot = first
         while slot < last:
-            target, barrier = uint32(ring + state[0] * uint32(stage_bytes)), uint32(barriers + state[0] * uint32(8))
+            target, barrier = uint32(stages + state[0] * uint32(stage_bytes)), uint32(barriers + state[0] * uint32(8))
             mbarrier.wait(barrier, state[1])
             at[0] = uint32(target + lane * uint32(16))
             at[1] = uint32(target + (lane >> uint32(2)) * uint32(4 * scale_words))
             take_slots((sums, parts, pairs, x_words, words, scales, x_at, at, uint32(last - slot)))
             sync_warp()  # all lanes have read the stage
             if state[5] != uint32(0):
-                ask(state, rows, scale_rows, target, barrier, weight, places, first, last, lane)
+                ask(state, rows, scale_rows, target, barrier, source)
             state[0], state[1] = next_stage(state[0], state[1], state[2])
             slot = uint32(slot + uint32(slots))
         if not is_grouped:
