@@ -34,9 +34,9 @@ class PageProposer:
     def __init__(
         self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most: int
     ) -> None:
-        self.name = drafter.kind
-        width, dtype = drafter.target.config.hidden_size, drafter.target.dtype
-        self.wanted = WantedStates(drafter.layers, width, dtype, of_last=True)
+        self.name, config = drafter.kind, drafter.target.config
+        assert drafter.layers == (config.num_layers,), "behind other layers steps leave the rows of all tokens"
+        self.wanted = WantedStates(drafter.layers, config.hidden_size, drafter.target.dtype, of_last=True)
         self._max_positions = drafter.max_positions
         self._drafting = Stepping(drafter, pages, tables, limits, most, only_reads=True)
         self._states: tuple[Tensor, ...] = ()  # left by the latest step

@@ -29,7 +29,7 @@ LENGTH, ROUND = 90, 40
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "max_model_len": LENGTH, "max_num_seqs": 8, "block_size": 8, "seed": 0,
 }  # fmt: skip
-FEW: dict[str, Any] = {"num_blocks": 44, "speculation": "suffix"}
+FEW: dict[str, Any] = {"num_blocks": 40, "speculation": "suffix"}
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {**FEW, "preemption": "swap", "swap_space_bytes": 1 << 24},
     {**FEW, "preemption": "recompute", "max_num_batched_tokens": 13},
