@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 45_359,
+    "numba_kernels": 45_882,
     "runtime/emulator": 17_039,
-    "runtime/device": 3_911,
+    "runtime/device": 3_918,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_647,
     "runtime/linear": 3_475,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_615,
     "server": 23_630,
     "tokenizer": 7_628,
-    "tools": 20_938,
+    "tools": 20_960,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -77,6 +77,7 @@ class Launch:
             crowd on the multiprocessors that are free first, or it reads early what that kernel writes.
         maps: (number of an argument of type `TENSOR_MAP`, layout): `Gpu.launch` takes the tensor's address there and
             makes the map. Arguments of that type which are not named here are given as maps.
+        more_maps: the same of arguments that are addresses: `Gpu.launch` appends these maps to the arguments.
         num_shrinking: blocks, first of the grid, that compute low-rank sums of adapters (`adapters.riding`).
         team_warps: the warps of a team, if the block's last warp expands such sums.
     """
@@ -89,6 +90,7 @@ class Launch:
     is_dependent: bool = False
     starts_late: bool = False
     maps: tuple[tuple[int, TensorMapLayout], ...] = ()
+    more_maps: tuple[tuple[int, TensorMapLayout], ...] = ()
     num_shrinking: int = 0
     team_warps: int = 0
 

@@ -104,13 +104,13 @@ def plan(
 
 
 def _with_adapters(planned: Planned, product: gemm.Product, machine: Machine, tier: str, ranks: int) -> Planned:
-    """The plan with low-rank sums of so many ranks, if a tier can take them: the planned one, else `skinny`, since
+    """The plan with low-rank sums of so many ranks, if a tier can take them: the planned one, else another, since
     launches of the adapters' own take longer than a slower product. It rounds no rows."""
     if planned.launch is None or planned.dequantization is not None:
         return planned
     name = planned.launch.specialisation.name
     able = [own for start, own in _ADAPTED.items() if name.startswith(start)]
-    for each in [*able, gemm.skinny] if tier == "auto" else able:
+    for each in [*able, gemm.hopper_few, gemm.skinny] if tier == "auto" else able:
         if each.can_take_adapters(product, machine):
             return Planned(each.plan(product, machine, ranks))
     return planned

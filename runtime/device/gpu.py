@@ -402,7 +402,10 @@ class Gpu:
         remembered = self._bound
         ready = remembered.launches.get(launch)
         if ready is None:
-            maps = tuple((number, self._maps_of(layout)) for number, layout in launch.maps)
+            maps = tuple(
+                (number, self._maps_of(layout), is_more)
+                for is_more, each in enumerate((launch.maps, launch.more_maps)) for number, layout in each
+            )  # fmt: skip
             ready = remembered.launches[launch] = launch, self.bind(launch), maps
             _forget_oldest(remembered.launches, _MOST_LAUNCHES)
         remembered.latest[id(launch)] = launch, *ready[1:]
@@ -468,9 +471,10 @@ class Gpu:
         return LaunchError(f"{error} (launched last: {describe(last.launch)})") if last is not None else error
 
 
-_Maps = tuple[tuple[int, TensorMaps], ...]
+_Maps = tuple[tuple[int, TensorMaps, int], ...]
 _Ready = tuple["Launch", Bound, _Maps]
-"""A launch, its Bound, and the arguments that are tensors' addresses, with the maps of their layouts."""
+"""A launch, its Bound, and the arguments that are tensors' addresses, with the maps of their layouts, and whether these
+are further arguments."""
 
 
 class _BoundOfThread(threading.local):
@@ -486,16 +490,19 @@ class _BoundOfThread(threading.local):
 
 
 def _with_maps(launch: Launch, maps: _Maps, arguments: tuple[Argument, ...]) -> list[Argument]:
-    """The arguments, with tensors' addresses replaced by maps."""
+    """The arguments, with tensors' addresses replaced by maps, or followed by them."""
     found = list(arguments)
-    for number, addresses in maps:
-        address = found[number] if number < len(found) else None
+    for number, addresses, is_more in maps:
+        address = arguments[number] if number < len(arguments) else None
         if not isinstance(address, int):
             raise InvalidArgumentError(
                 f"{describe(launch)}: argument {number} is {address!r}, must be a tensor's address",
                 param=str(number),
             )
-        found[number] = addresses[address]
+        if is_more:
+            found.append(addresses[address])
+        else:
+            found[number] = addresses[address]
     return found
 
 

@@ -38,7 +38,6 @@ from pathlib import Path
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import packed_stream, quantised_gemv
 from numba_kernels.cuda.gemm.adapters import riding, tiles
-from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
 from numba_kernels.cuda.gemm.packed_factors import ROW_GAP
 from numba_kernels.cuda.gemm.product import (
     ISSUES_A_SECOND,
@@ -50,6 +49,7 @@ from numba_kernels.cuda.gemm.product import (
     unpacking_s,
 )
 from numba_kernels.cuda.gemm.rings import gemv_ring
+from numba_kernels.cuda.gemm.rings.few_weights import BLOCK_ROWS, Block
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
 from tools.kernel_costs.latencies import (
@@ -169,10 +169,10 @@ def _multiplying(launch: Launch) -> int:
 
 def _asked_early(product: Product, launch: Launch) -> int:
     """Bytes of the weight that rings of `hopper_few` hold when the previous grid ends."""
-    block = gemm.hopper_few.Block(int(launch.specialisation.constants["width"]), takes_adapters=True)
-    steps = -(-product.k // (BLOCK_K * launch.grid[1]))
-    step_bytes = 2 * gemm.hopper_few.BLOCK_ROWS * BLOCK_K
-    return _multiplying(launch) * min(block.num_stages, steps) * step_bytes
+    packed = "" if product.weight == product.x else product.weight
+    block = Block(int(launch.specialisation.constants["width"]), packed, takes_adapters=True)
+    steps = -(-product.k // (block.depth * launch.grid[1]))
+    return _multiplying(launch) * min(block.num_stages, steps) * (block.weight_bytes + block.scale_bytes)
 
 
 def _after_wait(product: Product, launch: Launch, share: float) -> float:
@@ -215,7 +215,7 @@ def _turns(product: Product, launch: Launch, beside: int) -> int:
     """The tiles that a block with a ring takes, or how many other blocks a place takes, one after another."""
     multiplying = _multiplying(launch)
     if launch.specialisation.name.startswith("gemm_hopper_few"):
-        return -(-product.weight_rows // (gemm.hopper_few.BLOCK_ROWS * (multiplying // launch.grid[1])))
+        return -(-product.weight_rows // (BLOCK_ROWS * (multiplying // launch.grid[1])))
     if not launch.team_warps:
         return -(-multiplying // beside)
     is_packed = "ring_slots" in launch.specialisation.constants

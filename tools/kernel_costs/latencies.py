@@ -25,6 +25,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from numba_kernels.cuda.gemm.product import Product, machine_of
+from numba_kernels.cuda.gemm.rings import hopper_few
+from numba_kernels.cuda.gemm.rings.few_weights import Block
 from numba_kernels.cuda.gemm.skinny_shape import unpacking
 from numba_kernels.cuda.packing import packing_of
 
@@ -265,6 +268,7 @@ model, never measured."""
 LAYERS, HEAD_BYTES, TOKEN_BYTES = 36, 1.24e9, 147_456  # Qwen3-8B: its output matrix, a token's keys and values
 SIZES = (6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288)  # q, k and v; o; gate and up; down
 PROMPT = 2048
+MACHINE = machine_of("sm_90a", 132)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +332,22 @@ def _few(rows: int) -> tuple[Work, ...]:
     return _products(2, 256 if rows <= 16 else 356, 400 * rows // 32, rows)
 
 
+def _few_packed(packed: str, rows: int) -> tuple[Work, ...]:
+    """Products of a packed weight in `hopper_few`, as it plans them on an H200."""
+    products = [Product(rows, n, k, "bf16", packed) for n, k in SIZES]
+    instructions = hopper_few.instructions(packed, 16 if rows <= 16 else 32)
+    return tuple(
+        (LAYERS, each.weight_bytes, each.weight_bytes / 4096 * instructions, hopper_few.cache_reads(each, MACHINE))
+        for each in products
+    )
+
+
+def _few_ring(packed: str, rows: int) -> int:
+    """Bytes of the weight that all its rings hold."""
+    block = Block(16 if rows <= 16 else 32, packed)
+    return MACHINE.num_multiprocessors * block.num_stages * (block.weight_bytes + block.scale_bytes)
+
+
 def _gpt_oss(instructions: float, cache_share: float) -> tuple[Work, ...]:
     """gpt-oss-20b with 32 sequences of 256 tokens: all experts; attention's products; the output matrix; keys."""
     experts, products, head, keys = 433e6, 53.1e6, 1.16e9, 32 * 256 * 2048
@@ -348,15 +368,15 @@ BATCHES = (
     BatchStep("int4, 2 of 1,024", (*_products(0.516, 624, 32, 16), *_rest(2, 1024)),
               (*_products(0.516, 270, 10**9, 2), *_rest(2, 1024)), 293, 185, 144, 3.24e-3, RING_BYTES[1]),
     BatchStep("int4, 32 of 256", (*_products(0.516, 749, 32, 32), *_rest(32, 256)),
-              (*_products(0.516, 749, 32, 32), *_rest(32, 256)), 293, 257, 0, 4.60e-3),
+              (*_few_packed("u4_g128", 32), *_rest(32, 256)), 293, 257, 144, 4.60e-3, _few_ring("u4_g128", 32)),
     BatchStep("FP8 blocks, 32 of 256", (*_products(1.03, 569, 32, 32), *_rest(32, 256)),
-              (*_products(1.03, 569, 32, 32), *_rest(32, 256)), 293, 257, 0, 5.29e-3),
+              (*_few_packed("e4m3_g128", 32), *_rest(32, 256)), 293, 257, 144, 5.29e-3, _few_ring("e4m3_g128", 32)),
     BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(747, 1.08), 222, 198, 72, 5.28e-3, 132 * 83_285),
     BatchStep("bf16, prompt of 2,048", (), (), 219, 219, 0, 46.57e-3, more_s=(_BF16_S, _BF16_S)),
     BatchStep("FP8 blocks, prompt of 2,048", (), (), 363, 363, 0, 51.29e-3, more_s=(
         _BF16_S + 3 * _WEIGHTS / READ_BYTES, 2.0 * PROMPT * _WEIGHTS / BYTE_FLOPS + _ATTENTION_S)),
 )  # fmt: skip
-"""Those of the goals; int4 and FP8 at 32 sequences are today's `skinny`. gpt-oss hides q, k, v, o and 51 KB of down."""
+"""Those of the goals. gpt-oss hides q, k, v, o and 51 KB of down."""
 
 
 def page() -> str:

@@ -43,7 +43,8 @@ from numba_kernels.cuda.gemm import (
     w8a8,
 )  # fmt: skip
 from numba_kernels.cuda.gemm.product import machine_of
-from numba_kernels.cuda.gemm.rings import gemv_ring, hopper_few
+from numba_kernels.cuda.gemm.rings import gemv_ring
+from numba_kernels.cuda.gemm.rings.few_weights import Block
 from numba_kernels.cuda.gemm.rings.packed_ring import packed_ring
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
@@ -282,7 +283,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith("gemm_hopper_bytes"):
         return hopper_bytes.shared_bytes_of(constants["weight"])
     if name.startswith("gemm_hopper_few"):
-        return hopper_few.Block(constants["width"], takes_adapters=name.endswith("_adapted")).shared_bytes
+        packed = "" if packing is None else packing.name
+        return Block(constants["width"], packed, takes_adapters=name.endswith("_adapted")).shared_bytes
     if name.startswith("gemm_hopper"):
         tiles = (*hopper.TILES, hopper.NARROW) if packing is None else hopper_packed.TILES
         return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes

@@ -1,9 +1,9 @@
 """Matrix product: ``y[M, N] = x[M, K] . w[N, K]^T + bias[N] + residual[M, N]``, and with a plain ``B[K, N]``.
 
 x and w are f32, f16 or bf16, both of one dtype, or w is packed (`packing.py`): elements of 4 or 8 bits with scales,
-which `quantised_gemv`, `skinny`, `mixed_input` and `hopper_packed` unpack in registers; y and the residual are of that
-dtype or f32 (logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the
-result is rounded once. All arrays are C-contiguous; the residual may be y itself.
+which `quantised_gemv`, `skinny`, `hopper_few`, `mixed_input` and `hopper_packed` unpack in registers; y and the
+residual are of that dtype or f32 (logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are
+added in float32 and the result is rounded once. All arrays are C-contiguous; the residual may be y itself.
 
 A ladder of tiers, each in its own file, which lists its changes against the one before:
 
@@ -13,7 +13,7 @@ A ladder of tiers, each in its own file, which lists its changes against the one
     tensor_core     mma.sync, ldmatrix, cp.async in several stages (f16, bf16)
     gemv            a row or two (f32: at most 8): the weight passes once
     skinny          at most 64 rows: the weight streams through tensor cores (f16, bf16)
-    hopper_few      3 to 64 rows: the weight is wgmma's first factor (f16, bf16; sm_90a)
+    hopper_few      3 to 64 rows: the weight, packed too, is wgmma's first factor (f16, bf16; sm_90a)
     quantised_gemv  one to four rows times a packed weight, unpacked without a factor (bf16)
     mixed_input     many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
     hopper          wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)

@@ -410,6 +410,13 @@ def ring_of(
     return 0, 0
 
 
+def has_ring(product: Product, machine: Machine) -> bool:
+    """Whether a product that it can compute has a ring, which leaves half of a multiprocessor."""
+    packing = packing_of(product.weight)
+    assert packing is not None
+    return ring_of(packing, machine, product.k, _rows_of(product))[0] > 0
+
+
 def can_take_adapters(product: Product, machine: Machine) -> bool:
     """Whether low-rank sums (`riding`) can ride on a product's launch: where no kernel spills."""
     is_able = product.m == 1 or (product.m <= 4 and machine.arch == "sm_90a")

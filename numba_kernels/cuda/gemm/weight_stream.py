@@ -166,6 +166,66 @@ def _plain(is_gated: bool) -> WeightStream:
 
 
 @functools.cache
+def unpackers(
+    packing: Packing, dtype: str, tiles: int, *, is_settled: bool = False, nothing: int = -1
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`WeightStream.spread` and `unpack_words`, of slots of so many tiles of 8 rows, two or four."""
+    scale_words, zero_words = packing.chunk_bytes(dtype) // 4, packing.zeros_bytes(dtype) // 4
+    halves, has_scales, has_zeros = packing.halves, packing.group > 0, packing.has_zeros
+    multiplies_scales = has_scales and not is_settled
+    is_shifted = not has_scales and packing.element not in INTEGERS
+    shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
+
+    def spreader(slot: int, step: int, base: int = 0) -> Any:
+        lane_scale = (step if halves == 2 else step * packing.lane_scales // packing.steps) if has_scales else 0
+
+        def spread(kind: str, words: int, numbers_a_word: int, first: int) -> Any:
+            plan = []
+            for r in range(tiles):
+                number = 2 * lane_scale + r % 2
+                word = (tiles // 2 * slot + r // 2) * words + number // numbers_a_word
+                plan.append((first + r, word, number % numbers_a_word))
+            return spread_all(kind, dtype, tuple(plan))
+
+        spread_scales = spread_zeros = None
+        if multiplies_scales:
+            spread_scales = spread(packing.scale, scale_words, 4 // packing.scale_bytes(dtype), base)
+        if has_zeros:
+            spread_zeros = spread("value", zero_words, 4 // ITEM_BYTES[dtype], base + 4)
+
+        @device_function
+        def spread_all_factors(factors, scales, zeros):
+            if multiplies_scales:
+                spread_scales(factors, scales)
+            if is_shifted:
+                for r in range(tiles):
+                    factors[base + r] = uint32(shift)
+            if has_zeros:
+                spread_zeros(factors, zeros)
+
+        return spread_all_factors
+
+    def words_unpacker(slot: int, step: int, base: int = 0) -> Any:
+        has_factor = multiplies_scales or is_shifted
+        unpack_words = unpack_all(
+            packing.element, dtype,
+            tuple(
+                (4 * r, 4 * tiles * slot + 4 * r + packing.lane_words * step, base + r if has_factor else -1,
+                 base + 4 + r if has_zeros else -1)
+                for r in range(tiles)
+            ), has_zeros, nothing,
+        )  # fmt: skip
+
+        @device_function
+        def unpack(pairs, factors, words):
+            unpack_words(pairs, words, factors, factors)
+
+        return unpack
+
+    return spreader, words_unpacker
+
+
+@functools.cache
 def packed_stream(
     packing: Packing, dtype: str, is_gated: bool, num_slots: int, *, is_settled: bool = False,
     nothing: int = -1,
@@ -253,55 +313,7 @@ def packed_stream(
 
         return load
 
-    multiplies_scales = has_scales and not is_settled
-    is_shifted = not has_scales and packing.element not in INTEGERS
-    shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
-
-    def spreader(slot: int, step: int, base: int = 0) -> Any:
-        lane_scale = (step if halves == 2 else step * packing.lane_scales // packing.steps) if has_scales else 0
-
-        def spread(kind: str, words: int, numbers_a_word: int, first: int) -> Any:
-            plan = []
-            for r in range(4):
-                number = 2 * lane_scale + r % 2
-                word = (2 * slot + r // 2) * words + number // numbers_a_word
-                plan.append((first + r, word, number % numbers_a_word))
-            return spread_all(kind, dtype, tuple(plan))
-
-        spread_scales = spread_zeros = None
-        if multiplies_scales:
-            spread_scales = spread(packing.scale, scale_words, 4 // packing.scale_bytes(dtype), base)
-        if has_zeros:
-            spread_zeros = spread("value", zero_words, 4 // ITEM_BYTES[dtype], base + 4)
-
-        @device_function
-        def spread_all_factors(factors, scales, zeros):
-            if multiplies_scales:
-                spread_scales(factors, scales)
-            if is_shifted:
-                for r in range(4):
-                    factors[base + r] = uint32(shift)
-            if has_zeros:
-                spread_zeros(factors, zeros)
-
-        return spread_all_factors
-
-    def words_unpacker(slot: int, step: int, base: int = 0) -> Any:
-        has_factor = multiplies_scales or is_shifted
-        unpack_words = unpack_all(
-            packing.element, dtype,
-            tuple(
-                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, base + r if has_factor else -1,
-                 base + 4 + r if has_zeros else -1)
-                for r in range(4)
-            ), has_zeros, nothing,
-        )  # fmt: skip
-
-        @device_function
-        def unpack(pairs, factors, words):
-            unpack_words(pairs, words, factors, factors)
-
-        return unpack
+    spreader, words_unpacker = unpackers(packing, dtype, 4, is_settled=is_settled, nothing=nothing)
 
     def unpacker(slot: int, step: int) -> Any:
         spread, unpack_words = spreader(slot, step), words_unpacker(slot, step)

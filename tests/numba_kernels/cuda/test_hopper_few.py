@@ -10,6 +10,7 @@ import pytest
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm.rings import hopper_few
+from numba_kernels.cuda.packing import PACKINGS
 from numba_kernels.cuda.specialisation import HALF_SHARED_BYTES, Launch
 from runtime.bench.kernels.counted import SECTOR_BYTES, counting
 from runtime.bench.kernels.operations import QWEN3_8B
@@ -106,8 +107,14 @@ def test_shapes():
                 assert launch.cluster == (shares, parts, 1)
                 assert launch.grid[0] * launch.grid[1] <= 132 * 1.125
     assert hopper_few.shape(32, 4096, 4096, few) == (32, 1, 4)
-    for width in hopper_few.STAGES:
-        assert hopper_few.Block(width).shared_bytes <= HALF_SHARED_BYTES["sm_90a"]
+    for width in hopper_few.WIDTHS:
+        for packed in ("", *PACKINGS) if width <= hopper_few.MAX_PACKED_ROWS else ("",):
+            for takes_adapters in (False, True):
+                block = hopper_few.Block(width, packed, takes_adapters)
+                assert block.shared_bytes <= HALF_SHARED_BYTES["sm_90a"]
+                if not takes_adapters:  # 33 KB a multiprocessor are memory's bandwidth times a latency of 1 us
+                    assert block.num_stages * block.weight_bytes >= 33 << 10
+    assert [hopper_few.Block(width).num_stages for width in hopper_few.WIDTHS] == [6, 5, 3]
 
 
 @pytest.mark.parametrize(

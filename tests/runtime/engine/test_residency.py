@@ -47,11 +47,16 @@ def test_neighbours_fit_on_a_multiprocessor(model: str, num_seqs: int, has_adapt
 
 @pytest.mark.parametrize(
     ("model", "num_seqs"),
-    [("qwen3-8b", 32), ("gpt-oss-20b", 32), ("qwen3-8b", 8), pytest.param("gpt-oss-20b", 8, marks=exhaustive)],
+    [
+        ("qwen3-8b", 32), ("gpt-oss-20b", 32), ("qwen3-8b", 8), ("qwen3-8b int4", 32),
+        *(pytest.param(*each, marks=exhaustive) for each in (
+            ("gpt-oss-20b", 8), ("qwen3-8b int4", 8), ("qwen3-8b fp8", 8), ("qwen3-8b fp8", 32),
+        )),
+    ],
 )  # fmt: skip
 def test_more_sequences_leave_half_too(model: str, num_seqs: int) -> None:
     found = residencies(model, num_seqs, has_adapters=False)
-    assert {each.kernel.rsplit("_", 1)[0] for each in found} >= {"gemm_hopper_few_bf16_bf16"}
+    assert any(each.kernel.startswith("gemm_hopper_few") for each in found)
     for each in found:
         assert each.takes_half(H200), each
         assert each.waves == 1

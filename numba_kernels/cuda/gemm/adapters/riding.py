@@ -443,37 +443,66 @@ def kept_tiles(
     return KeptTiles(most, most * most_sums, place, expand_tiles, finish_tiles)
 
 
-def product_kernel(multiply: Any, shrink: Any = None, *, in_columns: bool = False) -> Any:
+def product_kernel(multiply: Any, shrink: Any = None, *, in_columns: bool = False, has_maps: bool = False) -> Any:
     """The kernel of ``multiply(block, num_blocks, given, riding)``, a block that multiplies, and, with adapters, of
     `shrinker`'s function; else ``riding`` is empty. With `in_columns` the grid has a y axis, and blocks of whole
-    columns shrink."""
+    columns shrink. With `has_maps` the kernel has three maps more, a last argument of ``multiply``, a tuple."""
 
-    def adapted(
-        x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
-        ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges, shrinking, team_warps,
-    ):  # fmt: skip
+    @device_function
+    def divide(given, riding, maps):
+        shrinking, m, k, eps = riding.num_shrinking, given.m, given.k, given.eps
         block, lane, columns, height = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), shrinking, uint32(1)
         if in_columns:
             height = uint32(cuda.gridDim.y)
             columns = divide_u32(shrinking, height)
         warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
-        riding = Riding(
-            x_rows, adapters, downs, ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges,
-            shrinking, team_warps,
-        )  # fmt: skip
         if block < columns:
             item = block
             if in_columns:
                 item = uint32(block * height + uint32(cuda.blockIdx.y))
             shrink(item, warp, lane, m, k, eps, riding)
         else:
-            given = Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares)
-            multiply(uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns), given, riding)
+            number, count = uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns)
+            if has_maps:
+                multiply(number, count, given, riding, maps)
+            else:
+                multiply(number, count, given, riding)
+
+    def adapted(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
+        ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges, shrinking, team_warps,
+    ):  # fmt: skip
+        riding = Riding(
+            x_rows, adapters, downs, ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges,
+            shrinking, team_warps,
+        )  # fmt: skip
+        given = Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares)
+        divide(given, riding, ())
+
+    def adapted_with_maps(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, x_rows, adapters, downs,
+        ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges, shrinking, team_warps, words,
+        scales, zeros,
+    ):  # fmt: skip
+        riding = Riding(
+            x_rows, adapters, downs, ups, ranges, norm_weights, between, counters, ranks, num_slots, num_ranges,
+            shrinking, team_warps,
+        )  # fmt: skip
+        given = Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares)
+        divide(given, riding, (words, scales, zeros))
+
+    def with_maps(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares, words, scales, zeros
+    ):
+        given = Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, norm, norm_parts, eps, squares)
+        multiply(uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), given, (), (words, scales, zeros))
 
     @device_function
     def plain(given):
         multiply(uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x), given, ())
 
+    if has_maps:
+        return cuda.jit(with_maps if shrink is None else adapted_with_maps)
     return epilogue.product_kernel(plain) if shrink is None else cuda.jit(adapted)
 
 

@@ -17,6 +17,9 @@ weight comes first, and the product is ``out^T = weight . x^T``:
 Low-rank sums of adapters may ride on the launch (`riding`, `adapters.tiles`), of up to `riding.MAX_ROWS` rows: three
 warps more expand a tile's sums while the others multiply it. They take the registers that those can spare.
 
+A packed weight (`few_packed`) is unpacked by the warps that multiply it, which take registers of the others; another
+warp more puts x into its order.
+
 How K is cut depends on the weight and the device alone, and rows of x never mix: a row has the same bits in any batch
 of 3 to 64 rows.
 """
@@ -26,173 +29,56 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, types
 
+from numba_kernels.cuda.gemm import quantised_gemv, skinny
 from numba_kernels.cuda.gemm.adapters import riding, tiles
 from numba_kernels.cuda.gemm.epilogue import DTYPE_PAIRS, GATED, scales_leaver
-from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, stage_advancer
-from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
+from numba_kernels.cuda.gemm.product import Machine, Product, unpacking_s
+from numba_kernels.cuda.gemm.rings.few_packed import maps_of, packed_weight
+from numba_kernels.cuda.gemm.rings.few_weights import ARCH, BLOCK_ROWS, WIDTHS, Block, plain_weight
 from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
 from numba_kernels.cuda.gemm.skinny_shape import COLUMNS, MAX_ROWS
-from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma, wgmma
+from numba_kernels.cuda.gemm.weight_stream import TILE_COLUMNS
+from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import count_b32, shuffle_index_b32, sync_warp
+from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
 
 uint16, uint32, uint64, float32 = types.uint16, types.uint32, types.uint64, types.float32
 
-ARCH = "sm_90a"
 LEAST_ROWS = 3
-BLOCK_ROWS = 128  # of the weight
+NORMED_ROWS = 5  # that `quantised_gemv` normalises itself, which spares two launches a layer
+MAX_PACKED_ROWS = 32  # for more rows half of a multiprocessor has too few registers, and `hopper_packed` takes them
 WARPS = 8  # that multiply
 BLOCK_WARPS = 12  # whole groups of four; of the last one a thread loads, and three warps expand
 EXPANDING = 3
 STEPS_IN_FLIGHT = {16: 1, 32: 2}  # of a warp that shrinks: more take too many registers
-STAGES = {16: 6, 32: 5, 64: 3}
-"""By rows of x: as many as half of a multiprocessor has room for. Three hold 48 KB of the weight, of which 132
-multiprocessors need 33 KB each for memory's bandwidth at a latency of 1 µs."""
+_REGISTERS = {
+    (False, True, 16): (64, 112), (False, True, 32): (64, 112),
+    (True, False, 16): (88, 64), (True, False, 32): (88, 64), (True, True, 16): (64, 112),
+}  # fmt: skip
+"""By (whether the weight is packed, whether adapters ride, rows): registers of a thread that multiplies, and of the
+others, in half of a multiprocessor, where not all have equally many."""
+_INSTRUCTIONS = {
+    "u4_g128": (748, 810), "u4_g128_zeros": (764, 826), "u4": (896, 934), "u8": (458, 473), "e4m3": (476, 491),
+    "e2m1_g32_exponents": (924, 970), "e2m1": (988, 1034),
+}  # fmt: skip
+"""Machine instructions for 4 KB of a packed weight by its name, or else its elements, for 16 or 32 rows: counted."""
 LEAST_STEPS = 4  # stages of a part of K
 MAX_CLUSTER = 8
 _SHARE_AT_MOST = 1.5  # times its share of the bandwidth, that a multiprocessor reads while others idle: an estimate
 _SLACK = 0.125  # a round's clusters may be so many more than multiprocessors: two blocks fit on one
 _MEETING_S, _ENDS_S = 1e-6, 4.5e-6  # of a cluster's blocks; of a launch: estimates
-_ROW_BYTES = 2 * BLOCK_K
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The shared memory of a block with `width` rows of x, in order: stages, a tile's sums unless they fit in a stage,
-    sums that adapters add, barriers, scales of rows."""
-
-    width: int
-    takes_adapters: bool = False
-
-    @property
-    def num_stages(self) -> int:
-        return STAGES[self.width] - self.takes_adapters
-
-    @property
-    def stage_bytes(self) -> int:
-        return (BLOCK_ROWS + self.width) * _ROW_BYTES
-
-    @property
-    def holds_stage(self) -> bool:
-        """Whether a tile's sums lie in its last stage."""
-        return self.width * BLOCK_ROWS * 4 <= self.stage_bytes
-
-    @property
-    def sums_at(self) -> int:
-        return self.num_stages * self.stage_bytes
-
-    @property
-    def expanded_at(self) -> int:
-        return self.sums_at + (0 if self.holds_stage else self.width * BLOCK_ROWS * 4)
-
-    @property
-    def barriers_at(self) -> int:
-        expanded_bytes = tiles.expanded_bytes(self.width, BLOCK_ROWS) if self.takes_adapters else 0
-        return self.expanded_at + expanded_bytes
-
-    @property
-    def scales_at(self) -> int:
-        return self.barriers_at + 8 * (2 * self.num_stages + 2)
-
-    @property
-    def shared_bytes(self) -> int:
-        return 1024 + self.scales_at + 4 * self.width  # 1024: to begin on such a bound
-
 
 _flip_of = device_function(lambda row: (row & uint32(6)) << uint32(2))  # lanes t store rows 2 t, of 8 columns each
-_as_it_is = device_function(lambda values, weight, n, k, column: values)
-
-
-@functools.cache
-def _loaders(layout: Block, *, is_gated: bool) -> tuple[Any, Any]:
-    """Two device functions for one thread: ``(weight, shared, full, row, up, start, end) -> stages``, which fills the
-    ring with the first tile's weight, and one that loads a tile, of which so many stages have been asked for. For a
-    gated unit the second half of a tile's rows is `up` rows further."""
-    width, num_stages, size, half_bytes = (
-        layout.width, layout.num_stages, layout.stage_bytes, BLOCK_ROWS // 2 * _ROW_BYTES
-    )  # fmt: skip
-    load, load_for_all, next_stage = tma.load(2), tma.load(2, is_multicast=True), stage_advancer(num_stages)
-
-    @device_function
-    def load_weight(weight, shared, full, stage, row, up, start):
-        barrier, target = uint32(full + stage * uint32(8)), uint32(shared + stage * uint32(size))
-        mbarrier.arrive_expecting(barrier, uint32(size))
-        behind = up if is_gated else uint32(BLOCK_ROWS // 2)
-        load(target, weight, barrier, start, row)
-        load(uint32(target + uint32(half_bytes)), weight, barrier, start, uint32(row + behind))
-
-    @device_function
-    def ask_ahead(weight, shared, full, row, up, start, end):
-        stage = uint32(0)
-        while start < end and stage < uint32(num_stages):
-            load_weight(weight, shared, full, stage, row, up, start)
-            stage = uint32(stage + uint32(1))
-            start = uint32(start + uint32(BLOCK_K))
-        return stage
-
-    @device_function
-    def load_tile(x, weight, shared, full, empty, stage, phase, num_asked, share, shares, part, row, up, start, end):
-        rows = divide_u32(uint32(width), shares)
-        first, of_all = uint32(rows * share), uint16(((uint32(1) << shares) - uint32(1)) << uint32(part * shares))
-        while start < end:
-            if num_asked > uint32(0):
-                num_asked = uint32(num_asked - uint32(1))
-            else:
-                mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-                load_weight(weight, shared, full, stage, row, up, start)
-            target = uint32(shared + stage * uint32(size) + (uint32(BLOCK_ROWS) + first) * uint32(_ROW_BYTES))
-            barrier = uint32(full + stage * uint32(8))
-            if shares > uint32(1):
-                load_for_all(target, x, barrier, of_all, start, first)
-            else:
-                load(target, x, barrier, start, first)
-            stage, phase = next_stage(stage, phase)
-            start = uint32(start + uint32(BLOCK_K))
-        return stage, phase
-
-    return ask_ahead, load_tile
-
-
-@functools.cache
-def _multiplier(dtype: str, layout: Block) -> Any:
-    """A device function for a group of warps: a tile's sums, of so many stages, at least one. Lane i of each warp
-    arrives at ``empty``, of the i-th of the blocks that share x, when a stage has been read; of the last stage the
-    caller does, if it holds the sums meanwhile. Returns that one, too."""
-    width, num_stages, size, holds = layout.width, layout.num_stages, layout.stage_bytes, layout.holds_stage
-    num_sums = width // 2
-    multiply, describe = wgmma.group_multiply(dtype, width, BLOCK_K // 16, 32, 32), wgmma.descriptor(128, 1024)
-    wait_but_one, wait_for_all = wgmma.group_wait(1, num_sums), wgmma.group_wait(0, num_sums)
-    next_stage = stage_advancer(num_stages)
-
-    @device_function
-    def multiply_tile(sums, weight_part, x_part, full, empty, stage, phase, lane, shares, num_steps):
-        first_weight, first_x = describe(weight_part), describe(x_part)
-        last, count = stage, uint32(0)
-        while count < num_steps:
-            mbarrier.wait(uint32(full + stage * uint32(8)), phase)
-            at = uint32(stage * uint32(size // 16))
-            multiply(sums, wgmma.advance(first_weight, at), wgmma.advance(first_x, at), count)
-            wait_but_one(sums)
-            if count > uint32(0) and lane < shares:
-                mbarrier.arrive_read(uint32(empty + last * uint32(8)))
-            last = stage
-            stage, phase = next_stage(stage, phase)
-            count = uint32(count + uint32(1))
-        wait_for_all(sums)
-        if not holds and lane < shares:
-            mbarrier.arrive_read(uint32(empty + last * uint32(8)))
-        return stage, phase, last
-
-    return multiply_tile
 
 
 @functools.cache
@@ -219,26 +105,33 @@ def _sums_storer(width: int, *, is_gated: bool) -> Any:
 
 @functools.cache
 def kernel(
-    dtype: str, out_dtype: str, width: int, activation: str = "", takes_adapters: bool = False
+    dtype: str, out_dtype: str, width: int, activation: str = "", weight_name: str = "", takes_adapters: bool = False
 ) -> Specialisation:
-    """For up to `width` rows. The cluster's x axis shares x, the y axis K, of which the grid has no more."""
-    layout, is_gated = Block(width, takes_adapters), activation != ""
+    """For up to `width` rows, and a packed weight if it has a name. The cluster's x axis shares x, the y axis K, of
+    which the grid has no more."""
+    layout, is_gated, is_packed = Block(width, weight_name, takes_adapters), activation != "", weight_name != ""
     num_stages, size, holds, sums_at = layout.num_stages, layout.stage_bytes, layout.holds_stage, layout.sums_at
     barriers_at, scales_at, expanded_at, num_sums = layout.barriers_at, layout.scales_at, layout.expanded_at, width // 2
     columns = BLOCK_ROWS // 2 if is_gated else BLOCK_ROWS  # of the output, a tile
     num_teams = BLOCK_ROWS // COLUMNS
-    ask_ahead, load_tile = _loaders(layout, is_gated=is_gated)
-    multiply_tile, store_sums = _multiplier(dtype, layout), _sums_storer(width, is_gated=is_gated)
+    weights = (packed_weight if is_packed else plain_weight)(dtype, layout, is_gated=is_gated)
+    ask_ahead, load_tile, arrange, multiply_tile = (
+        weights.ask_ahead, weights.load_tile, weights.arrange, weights.multiply_tile
+    )  # fmt: skip
+    store_sums, depth = _sums_storer(width, is_gated=is_gated), layout.depth
     finish_sums = sums_finisher(
-        dtype, out_dtype, _flip_of, width * COLUMNS * 4, (_as_it_is, _as_it_is), activation, has_clusters=True,
+        dtype, out_dtype, _flip_of, width * COLUMNS * 4, weights.scalers, activation, has_clusters=True,
         takes_adapters=takes_adapters, has_own_rows=True,
     )  # fmt: skip
     leave_scales, expand = scales_leaver(4), tiles.expander(dtype) if takes_adapters else None
     # A gated unit of 32 rows with adapters has not enough registers in half of a multiprocessor.
     takes_half = not (takes_adapters and is_gated and width == riding.MAX_ROWS)
-    moves_registers = takes_adapters and takes_half
-    fewer_registers, more_registers = set_registers(64, is_more=False), set_registers(112, is_more=True)
-    expanded_row, num_expanding = BLOCK_ROWS + tiles.PAD, 2 if is_gated else EXPANDING
+    of_multiplying, of_others = _REGISTERS.get((is_packed, takes_adapters, width), (0, 0)) if takes_half else (0, 0)
+    moves_registers, gets_more = of_multiplying > 0, of_multiplying > of_others
+    set_multiplying = set_registers(of_multiplying, is_more=gets_more)
+    set_others = set_registers(of_others, is_more=not gets_more)
+    expanded_row, num_expanding = BLOCK_ROWS + tiles.PAD, 2 if is_gated or is_packed else EXPANDING
+    first_expanding = WARPS + 1 + is_packed
     num_givers = WARPS + (num_expanding if takes_adapters else 0)
 
     @device_function
@@ -257,36 +150,38 @@ def kernel(
             target = uint32(target + warp * uint32(columns * 4))
             expand(target, uint32(expanded_row), uint32(0), uint32(1), lane, m, own, warp, added)
         else:
-            expand(target, uint32(expanded_row), warp, uint32(EXPANDING), lane, m, own, uint32(0), added)
+            expand(target, uint32(expanded_row), warp, uint32(num_expanding), lane, m, own, uint32(0), added)
 
     @device_function
-    def multiply_block(column_block, column_blocks, given, added):
-        x, weight, m, n, k = given.x, given.weight, given.m, given.n, given.k
+    def multiply_block(column_block, column_blocks, given, added, matrix):
+        x, m, n, k = given.x, given.m, given.n, given.k
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
         full = uint32(shared + uint32(barriers_at))
         empty = uint32(full + uint32(8 * num_stages))
         handed = uint32(empty + uint32(8 * num_stages))
         taken, scales = uint32(handed + uint32(8)), uint32(shared + uint32(scales_at))
+        ready = uint32(taken + uint32(8))
         lane, warp = uint32(cuda.threadIdx.x), shuffle_index_b32(uint32(cuda.threadIdx.y), uint32(0))  # one a warp
         part, parts = uint32(cuda.blockIdx.y), uint32(cuda.gridDim.y)
         shares = divide_u32(cluster.size(), parts)
         share = uint32(cluster.rank() - part * shares)
         first, step = uint32((column_block - share) * uint32(columns)), uint32(column_blocks * uint32(columns))
         own = uint32(share * uint32(columns))  # the block's tile, from the cluster's first one on
-        num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
+        num_steps = uint32((k + uint32(depth - 1)) // uint32(depth))
         num_steps = divide_u32(uint32(num_steps + parts - uint32(1)), parts)
-        start = uint32(part * num_steps * uint32(BLOCK_K))
-        end, num_asked = uint32(start + num_steps * uint32(BLOCK_K)), uint32(0)
+        start = uint32(part * num_steps * uint32(depth))
+        end, num_asked = uint32(start + num_steps * uint32(depth)), uint32(0)
         loads = warp == uint32(WARPS) and lane == uint32(0)
         if loads:
             tma.prefetch_map(x)
             for stage in range(num_stages):
                 mbarrier.init(uint32(full + uint32(8 * stage)), uint32(1))
                 mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(shares * uint32(WARPS)))
+                mbarrier.init(uint32(ready + uint32(8 * stage)), uint32(1))
             mbarrier.init(handed, uint32(parts * uint32(num_givers)))
             mbarrier.init(taken, uint32(parts * uint32(WARPS)))
             mbarrier.fence_init()
-            num_asked = ask_ahead(weight, shared, full, uint32(first + own), n, start, end)
+            num_asked = ask_ahead(matrix, shared, full, uint32(first + own), n, start, end)
         sync_warp()
         cluster.arrive_relaxed()
         cluster.wait()
@@ -296,18 +191,16 @@ def kernel(
         stage, turn = uint32(0), uint32(0)
         if warp < uint32(WARPS):
             if moves_registers:
-                fewer_registers()
+                set_multiplying()
             wait_for_previous_grid()
             row, end_row = divide_u32(m * part, parts), divide_u32(m * (part + uint32(1)), parts)
             own_scales, num_rows = uint32(scales + row * uint32(4)), uint32(end_row - row)
             leave_scales(given, own_scales, row, num_rows, warp, uint32(WARPS), lane)
             empty = cluster.address_in(empty, uint32(part * shares + (lane & uint32(shares - uint32(1)))))
-            weight_part = uint32(shared + (warp >> uint32(2)) * uint32(BLOCK_ROWS // 2 * _ROW_BYTES))
-            x_part = uint32(shared + uint32(BLOCK_ROWS * _ROW_BYTES))
             sums, phase = cuda.local.array(num_sums, float32), uint32(0)
             while first < n:
                 stage, phase, last = multiply_tile(
-                    sums, weight_part, x_part, full, empty, stage, phase, lane, shares, num_steps
+                    sums, (shared, full, ready, empty), stage, phase, (warp, lane), shares, num_steps, n >> uint32(31)
                 )  # fmt: skip
                 target = uint32(shared + uint32(sums_at))
                 if holds:
@@ -336,27 +229,32 @@ def kernel(
                 first, turn = uint32(first + step), turn ^ uint32(1)
         else:
             if moves_registers:
-                more_registers()
+                set_others()
             if loads:
                 wait_for_previous_grid()
                 launch_dependents()
                 phase = uint32(1)
                 while first < n:
                     stage, phase = load_tile(
-                        x, weight, shared, full, empty, stage, phase, num_asked, share, shares, part,
-                        uint32(first + own), n, start, end,
+                        x, matrix, (shared, full, empty), stage, phase, num_asked, (share, shares, part),
+                        (uint32(first + own), n, start, end),
                     )  # fmt: skip
                     num_asked, first = uint32(0), uint32(first + step)
-            elif takes_adapters and warp > uint32(WARPS) and warp <= uint32(WARPS + num_expanding):
+            elif is_packed and warp == uint32(WARPS + 1):
+                wait_for_previous_grid()
+                phase = uint32(0)
+                while first < n:
+                    stage, phase = arrange(shared, full, ready, stage, phase, num_steps, lane, n >> uint32(31))
+                    first = uint32(first + step)
+            elif takes_adapters and uint32(warp - uint32(first_expanding)) < uint32(num_expanding):
                 wait_for_previous_grid()
                 before = riding.NOT_COUNTED
-                if warp == uint32(WARPS + 1):
+                if warp == uint32(first_expanding):
                     before = riding.wait_for_shrinking(lane, added)
                 sync_named(uint32(2), uint32(num_expanding * 32))
                 while first < n:
-                    expand_tile(
-                        shared, uint32(first + own), part, parts, uint32(warp - uint32(WARPS + 1)), lane, m, n, added
-                    )
+                    number = uint32(warp - uint32(first_expanding))
+                    expand_tile(shared, uint32(first + own), part, parts, number, lane, m, n, added)
                     sync_warp()
                     if lane < parts:
                         cluster.release_shared()
@@ -368,19 +266,27 @@ def kernel(
         cluster.arrive_relaxed()  # no block exits while others read its sums or arrive at its barriers
         cluster.wait()
 
+    @device_function
+    def multiply_plain(column_block, column_blocks, given, added):
+        multiply_block(column_block, column_blocks, given, added, (given.weight,))
+
     shrink = tiles.shrinker(dtype, BLOCK_WARPS, STEPS_IN_FLIGHT[width]) if takes_adapters else None
+    multiply = multiply_block if is_packed else multiply_plain
     return Specialisation(
-        name=f"gemm_hopper_few_{dtype}_{out_dtype}_{width}{'_' if is_gated else ''}{activation}"
-        f"{'_adapted' * takes_adapters}",
-        kernel=riding.product_kernel(multiply_block, shrink, in_columns=True),
-        argument_types=(TENSOR_MAP, TENSOR_MAP, *riding.argument_types(takes_adapters)[2:]),
+        name=f"gemm_hopper_few_{weight_name}{'_' * is_packed}{dtype}_{out_dtype}_{width}{'_' if is_gated else ''}"
+        f"{activation}{'_adapted' * takes_adapters}",
+        kernel=riding.product_kernel(multiply, shrink, in_columns=True, has_maps=is_packed),
+        argument_types=(
+            TENSOR_MAP, uint64 if is_packed else TENSOR_MAP, *riding.argument_types(takes_adapters)[2:],
+            *(TENSOR_MAP,) * (3 * is_packed),
+        ),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if takes_half else 1,
         min_capability=90,
         needs_arch_features=True,
         constants={
-            "dtype": dtype, "out_dtype": out_dtype, "width": width, "activation": activation, "weight": dtype,
-            "square_columns": 0 if is_gated else COLUMNS,
+            "dtype": dtype, "out_dtype": out_dtype, "width": width, "activation": activation,
+            "weight": weight_name or dtype, "square_columns": 0 if is_gated else COLUMNS,
         },
     )  # fmt: skip
 
@@ -394,20 +300,21 @@ def _tiles(product: Product) -> int:
     return -(-product.weight_rows // BLOCK_ROWS)
 
 
-def _seconds_of(parts: int, tiles: int, k: int, machine: Machine) -> float:
+def _seconds_of(parts: int, tiles: int, k: int, block: Block, machine: Machine) -> float:
     """Seconds of all rounds: by the bandwidth, or by what a multiprocessor can read of it. It knows no rows of x."""
-    rounds, steps = _rounds(tiles, parts, machine), math.ceil(k / BLOCK_K / parts)
-    tile_bytes, blocks = steps * BLOCK_K * 2 * BLOCK_ROWS, -(-tiles // rounds) * parts
+    rounds, steps = _rounds(tiles, parts, machine), math.ceil(k / block.depth / parts)
+    tile_bytes, blocks = steps * (block.weight_bytes + block.scale_bytes), -(-tiles // rounds) * parts
     rate = machine.memory_bytes * min(1.0, blocks * _SHARE_AT_MOST / machine.num_multiprocessors)
     return rounds * blocks * tile_bytes / rate + (_MEETING_S if parts > 1 else 0.0)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def shape(m: int, weight_rows: int, k: int, machine: Machine) -> tuple[int, int, int]:
-    """(rows of x that the kernel has, blocks that share x, parts of K)."""
-    width, tiles, steps = next(each for each in STAGES if each >= m), -(-weight_rows // BLOCK_ROWS), -(-k // BLOCK_K)
-    able = [parts for parts in (1, 2, 4, 8) if parts == 1 or steps >= parts * LEAST_STEPS]
-    parts = min(able, key=lambda parts: _seconds_of(parts, tiles, k, machine))
+def shape(m: int, weight_rows: int, k: int, machine: Machine, packed: str = "") -> tuple[int, int, int]:
+    """(rows of x that the kernel has, blocks that share x, parts of K), of 16 bits or a packed weight."""
+    width, tiles = next(each for each in WIDTHS if each >= m), -(-weight_rows // BLOCK_ROWS)
+    block = Block(width, packed)
+    able = [parts for parts in (1, 2, 4, 8) if parts == 1 or k > (parts * LEAST_STEPS - 1) * block.depth]
+    parts = min(able, key=lambda parts: _seconds_of(parts, tiles, k, block, machine))
     rounds = {
         shares: _rounds(-(-tiles // shares), shares * parts, machine)
         for shares in (1, 2, 4, 8) if shares * parts <= MAX_CLUSTER and 8 * shares <= width and shares <= max(1, tiles)
@@ -415,10 +322,19 @@ def shape(m: int, weight_rows: int, k: int, machine: Machine) -> tuple[int, int,
     return width, max(shares for shares, count in rounds.items() if count <= rounds[1]), parts
 
 
+def _packed(product: Product) -> str:
+    """The weight's name if it is packed, else ""."""
+    return "" if product.weight == product.x else product.weight
+
+
+def _shape_of(product: Product, machine: Machine) -> tuple[int, int, int]:
+    return shape(product.m, product.weight_rows, product.k, machine, _packed(product))
+
+
 def cache_reads(product: Product, machine: Machine) -> int:
     """Bytes read from the second-level cache, as the emulator counts them: the weight, and x for each cluster's
     columns."""
-    _, shares, _ = shape(product.m, product.weight_rows, product.k, machine)
+    _, shares, _ = _shape_of(product, machine)
     return product.weight_bytes + -(-_tiles(product) // shares) * ITEM_BYTES[product.x] * product.m * product.k
 
 
@@ -427,21 +343,41 @@ def why_not(product: Product, machine: Machine) -> str:
     if machine.arch != ARCH:
         return f"needs {ARCH}, the device is {machine.arch}"
     can_walk = product.x != "f32" and product.is_weight_layout and product.is_aligned and product.k > 0
-    if can_walk and product.weight == product.x and not product.exact and not product.num_segments:
-        return "" if product.m <= MAX_ROWS else f"takes at most {MAX_ROWS} rows"
-    return "reads 16-bit factors of one type in the weight layout, in rows on 16-byte bounds, and is not exact"
+    packing = packing_of(product.weight)
+    if not can_walk or (packing is None and product.weight != product.x) or product.exact or product.num_segments:
+        return "reads 16-bit rows on 16-byte bounds, and a weight of their type or packed, and is not exact"
+    if packing is not None and product.epilogue.activation and product.n % TILE_COLUMNS:
+        return f"gates packed weights in tiles of {TILE_COLUMNS} columns"
+    most = MAX_ROWS if packing is None else MAX_PACKED_ROWS
+    return "" if product.m <= most else f"takes at most {most} rows"
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """No other tier of these rows takes as few bytes of the cache, or leaves half of a multiprocessor."""
-    return 0.0 if product.m >= LEAST_ROWS else math.inf
+    """No other tier of these rows takes as few bytes of the cache, or leaves half of a multiprocessor, but for
+    `quantised_gemv` with a ring, which takes few rows unless `skinny` would be faster still."""
+    if product.m < LEAST_ROWS:
+        return math.inf
+    is_normed = product.m <= NORMED_ROWS and not quantised_gemv.why_not(product, machine)
+    if is_normed and quantised_gemv.has_ring(product, machine):
+        return min(quantised_gemv.seconds(product, machine), skinny.seconds(product, machine))
+    return 0.0
 
 
 def stream_s(product: Product, machine: Machine) -> float:
     """Seconds of the bytes, by the cache and by what the multiprocessors can read of the memory."""
-    _, _, parts = shape(product.m, product.weight_rows, product.k, machine)
-    read = cache_reads(product, machine) / machine.cache_bytes
-    return max(read, _seconds_of(parts, _tiles(product), product.k, machine))
+    width, _, parts = _shape_of(product, machine)
+    read, packed = cache_reads(product, machine) / machine.cache_bytes, _packed(product)
+    unpacked = 0.0
+    if packed:
+        unpacked = unpacking_s(product.weight_bytes, instructions(packed, width), machine.num_multiprocessors)
+    return max(read, unpacked, _seconds_of(parts, _tiles(product), product.k, Block(width, packed), machine))
+
+
+def instructions(weight: str, width: int) -> int:
+    """Machine instructions of all warps for 4 KB of a packed weight and a kernel of so many rows."""
+    packing = packing_of(weight)
+    assert packing is not None
+    return _INSTRUCTIONS.get(weight, _INSTRUCTIONS[packing.element])[0 if width == WIDTHS[0] else 1]
 
 
 def modelled_s(product: Product, machine: Machine) -> float:
@@ -457,22 +393,29 @@ def can_take_adapters(product: Product, machine: Machine) -> bool:
 def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     """A launch for a product that it can compute and that is not empty; with low-rank sums of so many ranks, if any."""
     m, k, activation, weight_rows = product.m, product.k, product.epilogue.activation, product.weight_rows
-    width, shares, parts = shape(m, weight_rows, k, machine)
+    width, shares, parts = _shape_of(product, machine)
+    packed = _packed(product)
     clusters = -(-_tiles(product) // shares)
     clusters = -(-clusters // _rounds(clusters, shares * parts, machine))
     maps = tuple(
         (index, TensorMapLayout(product.x, (k, rows), (k * 2,), (BLOCK_K, box), 128))
         for index, rows, box in ((0, m, width // shares), (1, weight_rows, BLOCK_ROWS // 2))
+        if not index or not packed
     )
     shrinking, takes_adapters = 0, ranks > 0
+    more_maps: tuple[tuple[int, TensorMapLayout], ...] = ()
+    if packed:
+        of_weight = maps_of(packed, weight_rows, k, product.x, is_gated=activation != "")
+        more_maps = tuple((1, layout) for layout in of_weight)
+    block = Block(width, packed, takes_adapters)
     if takes_adapters:
-        assert tiles.shrinking_bytes(BLOCK_WARPS) <= Block(width, takes_adapters).shared_bytes
+        assert tiles.shrinking_bytes(BLOCK_WARPS) <= block.shared_bytes
         idle = machine.num_multiprocessors - clusters * shares * parts
         shrinking = tiles.shrinking_blocks(m, ranks, idle, shares * parts)
     return Launch(
-        kernel(product.x, product.out, width, activation, takes_adapters),
-        (clusters * shares + shrinking // parts, parts, 1), (32, BLOCK_WARPS, 1),
-        Block(width, takes_adapters).shared_bytes, cluster=(shares, parts, 1), maps=maps, num_shrinking=shrinking,
+        kernel(product.x, product.out, width, activation, packed, takes_adapters),
+        (clusters * shares + shrinking // parts, parts, 1), (32, BLOCK_WARPS, 1), block.shared_bytes,
+        cluster=(shares, parts, 1), maps=maps, more_maps=more_maps, num_shrinking=shrinking,
     )  # fmt: skip
 
 
@@ -480,6 +423,10 @@ def specialisations() -> Iterator[Specialisation]:
     """Every specialisation that `plan` can return, without adapters."""
     for dtype, out_dtype in DTYPE_PAIRS:
         if dtype != "f32":
-            for width in STAGES:
+            for width in WIDTHS:
                 for activation in ("", *GATED) if out_dtype == dtype else ("",):
                     yield kernel(dtype, out_dtype, width, activation)
+    for weight in PACKINGS:
+        for width in (16, MAX_PACKED_ROWS):
+            for activation in ("", "silu"):
+                yield kernel("bf16", "bf16", width, activation, weight)
