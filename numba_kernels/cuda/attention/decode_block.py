@@ -10,7 +10,7 @@ from numba_kernels.cuda.attention.tiles import tile_shape
 
 NUM_KEYS = 16  # of a warp's tile
 CUT_BYTES = 32  # what a block keeps of a tile that others have parts of, too
-SCRATCH_BYTES = 2 * CUT_BYTES
+RUN_AT, SCRATCH_BYTES = 2 * CUT_BYTES, 2 * CUT_BYTES + 32
 
 
 @dataclass(frozen=True, slots=True)

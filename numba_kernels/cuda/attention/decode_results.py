@@ -86,7 +86,7 @@ def result_merger(block: DecodeBlock, has_sinks: bool) -> Any:
     statistics_at = results_at + block.statistics_at
     place_of = record_place(head_dim, num_rows)
     store, pack = elements_storer(dtype, 1), pack_bf16 if dtype == "bf16" else pack_f16
-    row_threads = threads // num_rows
+    row_threads = 1 << (threads // num_rows).bit_length() - 1  # 8 lanes have 128 bytes of a row, in different banks
     row_turns = -(-(columns // 4) // row_threads)
     is_whole = columns // 4 % row_threads == 0
     has_pairs = head_dim % 4 == 0

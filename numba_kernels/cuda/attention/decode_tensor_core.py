@@ -27,7 +27,7 @@ from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.attention.decode_block import NUM_KEYS, SCRATCH_BYTES, DecodeBlock, decode_block
+from numba_kernels.cuda.attention.decode_block import NUM_KEYS, RUN_AT, SCRATCH_BYTES, DecodeBlock, decode_block
 from numba_kernels.cuda.attention.decode_results import cut_tiles, result_leaver, result_merger
 from numba_kernels.cuda.attention.decode_steps import query_keeper, tile_scorer, tile_softmax, value_adder
 from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY
@@ -36,6 +36,7 @@ from numba_kernels.cuda.attention.prepared_heads import ARGUMENT_TYPES as OF_HEA
 from numba_kernels.cuda.attention.prepared_heads import HeadForm, decode_preparer
 from numba_kernels.cuda.attention.runs import (
     FIRST_SLOT,
+    RUN_WORDS,
     SLOTS,
     STATE_BYTES,
     move,
@@ -53,7 +54,13 @@ from numba_kernels.cuda.attention.tiles import (
 )
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.memory import copy_async_commit, copy_async_wait, shared_address
+from numba_kernels.cuda.intrinsics.memory import (
+    copy_async_commit,
+    copy_async_wait,
+    shared_address,
+    shared_load_b32,
+    shared_store_b32,
+)
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index
 from numba_kernels.cuda.kv_cache import check_pages
@@ -211,7 +218,13 @@ def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: Head
         own_stages = uint32(scratch + uint32(stages_offset) + warp * uint32(stage_bytes))
         if thread == uint32(0):
             forget(scratch)
-        find(state, own_barrier, query_start, seq_lens, num_seqs, share, window, wanted, run)
+        found = uint32(scratch + uint32(RUN_AT))
+        if warp == uint32(0):
+            find(found, query_start, seq_lens, num_seqs, share, window, wanted, run)
+        sync_block()
+        if lane < uint32(RUN_WORDS):
+            shared_store_b32(uint32(state + lane * uint32(4)), shared_load_b32(uint32(found + lane * uint32(4))))
+        sync_named(own_barrier, uint32(32))
         # A lane's ldmatrix addresses: keys by rows of 16, values by rows of 8 and halves; queries, the right operand,
         # by rows of 8 and halves of a step.
         key_place = uint32((lane & uint32(15)) * uint32(key_pitch) + (lane >> uint32(4)) * uint32(16))

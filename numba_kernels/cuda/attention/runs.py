@@ -23,29 +23,26 @@ from numba_kernels.cuda.attention.tiles import visible_end, visible_first
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import shared_load_b32, shared_store_b32
-from numba_kernels.cuda.intrinsics.sync import sync_named
-from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_b32, sum_to_lane_u32
+from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, sum_to_lane_u32, sum_u32_of_warp
 
 FIRST_SLOT, STATE_BYTES = 32, 128
 SLOTS = FIRST_SLOT + 80  # a slot is at the other one's distance from it
 """A warp's shared memory: the run, then two segments. They lie there, not in registers, which are few, and ptxas knows
 that numbers from there are the same in all lanes."""
+RUN_WORDS = 7
 SLACK = 2  # turns: to begin another tile and to add records up takes about as long
 LEAST_TURNS = 2  # of a tile in the count: a tile with fewer keys takes as long
 
 
+_word = device_function(lambda at, index: shared_load_b32(uint32(at + uint32(4 * index))))
+
+
 @device_function
 def _pieces_of(amount, size):
-    return divide_u32(uint32(uint32(amount + size) - uint32(1)), size)
-
-
-@device_function
-def _sum_u32(value):
-    distance = uint32(16)
-    while distance > uint32(0):
-        value = uint32(value + shuffle_xor_b32(value, distance))
-        distance = uint32(distance >> uint32(1))
-    return value
+    pieces = amount
+    if size > uint32(1):
+        pieces = divide_u32(uint32(uint32(amount + size) - uint32(1)), size)
+    return pieces
 
 
 @functools.cache
@@ -73,10 +70,10 @@ def extent_reader(num_rows: int, turn_keys: int, has_window: bool) -> Any:
 
 @functools.cache
 def run_finder(num_rows: int, turn_keys: int, has_window: bool) -> Any:
-    """A device function that a warp's lanes call.
+    """A device function that the lanes of one warp call.
 
-    ``find(state, own_barrier, query_start, seq_lens, num_seqs, share, window, wanted, run)`` leaves in the warp's
-    shared memory at `state` where the run begins, for `segment_reader`, which may read it at once.
+    ``find(state, query_start, seq_lens, num_seqs, share, window, wanted, run)`` leaves where the run begins in shared
+    memory at `state`: `RUN_WORDS` of each warp's state.
     """
     least = max(1, MIN_PART_KEYS // turn_keys)
     extent = extent_reader(num_rows, turn_keys, has_window)
@@ -97,7 +94,7 @@ def run_finder(num_rows: int, turn_keys: int, has_window: bool) -> Any:
                     pieces = uint32(pieces + tiles * _pieces_of(turns, divisor))
                     all_tiles = uint32(all_tiles + tiles)
                 base = uint32(base + uint32(32))
-            pieces, all_tiles = _sum_u32(pieces), _sum_u32(all_tiles)
+            pieces, all_tiles = sum_u32_of_warp(pieces), sum_u32_of_warp(all_tiles)
         return pieces, all_tiles
 
     @device_function
@@ -116,12 +113,11 @@ def run_finder(num_rows: int, turn_keys: int, has_window: bool) -> Any:
                 shared_store_b32(uint32(state + uint32(12)), seq)
                 shared_store_b32(uint32(state + uint32(16)), uint32(behind - pieces))
                 shared_store_b32(uint32(state + uint32(20)), uint32(tiles_behind - own_tiles))
-            before = uint32(before + _sum_u32(pieces))
-            tiles_before = uint32(tiles_before + _sum_u32(own_tiles))
+            before, tiles_before = shuffle_index_b32(behind, uint32(31)), shuffle_index_b32(tiles_behind, uint32(31))
             base = uint32(base + uint32(32))
 
     @device_function
-    def find(state, own_barrier, query_start, seq_lens, num_seqs, share, window, wanted, run):
+    def find(state, query_start, seq_lens, num_seqs, share, window, wanted, run):
         divisor = uint32(1)
         pieces, tiles = count(query_start, seq_lens, num_seqs, share, window, divisor)
         length = _pieces_of(pieces, wanted)
@@ -144,7 +140,6 @@ def run_finder(num_rows: int, turn_keys: int, has_window: bool) -> Any:
             shared_store_b32(uint32(state + uint32(4)), length)
             shared_store_b32(uint32(state + uint32(8)), minimum_u32(uint32(place + length), pieces))
             shared_store_b32(uint32(state + uint32(24)), place)
-        sync_named(own_barrier, uint32(32))
 
     return find
 
@@ -162,10 +157,8 @@ def segment_reader(num_rows: int, turn_keys: int, has_window: bool) -> Any:
 
     @device_function
     def read(state, slot, query_start, seq_lens, share, window, run):
-        divisor, length = shared_load_b32(state), shared_load_b32(uint32(state + uint32(4)))
-        end, seq = shared_load_b32(uint32(state + uint32(8))), shared_load_b32(uint32(state + uint32(12)))
-        base = shared_load_b32(uint32(state + uint32(16)))
-        tiles_before, place = shared_load_b32(uint32(state + uint32(20))), shared_load_b32(uint32(state + uint32(24)))
+        divisor, length, end = _word(state, 0), _word(state, 1), _word(state, 2)
+        seq, base, tiles_before, place = _word(state, 3), _word(state, 4), _word(state, 5), _word(state, 6)
         has_segment = place < end
         if has_segment:
             tiles, turns, first, first_token, query_len, seq_len = extent(query_start, seq_lens, seq, share, window)
@@ -209,18 +202,11 @@ def move(state, moved):
 def tile_in(state, slot):
     """The tile of a slot's segment."""
     at = uint32(state + slot + uint32(20))
-    return (
-        shared_load_b32(at), shared_load_b32(uint32(at + uint32(4))), shared_load_b32(uint32(at + uint32(8))),
-        shared_load_b32(uint32(at + uint32(12))), shared_load_b32(uint32(at + uint32(16))),
-        shared_load_b32(uint32(at + uint32(20))),
-    )  # fmt: skip
+    return _word(at, 0), _word(at, 1), _word(at, 2), _word(at, 3), _word(at, 4), _word(at, 5)
 
 
 @device_function
 def segment_in(state, slot):
     """A slot's segment, without its tile."""
     at = uint32(state + slot)
-    return (
-        shared_load_b32(at), shared_load_b32(uint32(at + uint32(4))), shared_load_b32(uint32(at + uint32(8))),
-        shared_load_b32(uint32(at + uint32(12))), shared_load_b32(uint32(at + uint32(16))),
-    )  # fmt: skip
+    return _word(at, 0), _word(at, 1), _word(at, 2), _word(at, 3), _word(at, 4)

@@ -16,6 +16,7 @@ shuffle_index_f32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
 shuffle_index_b32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "r r")
 shuffle_up_b32 = instruction("shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "r", "r r")  # the lowest lanes: their own
 or_b32 = instruction("redux.sync.or.b32 $0, $1, 0xffffffff;", "r", "r")  # over all lanes, in each
+sum_u32_of_warp = instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", "r", "r")
 maximum_u32_of_warp = instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", "r", "r")
 ballot = instruction(
     "{ .reg .pred set; setp.ne.b32 set, $1, 0; vote.sync.ballot.b32 $0, set, 0xffffffff; }", "r", "r"
