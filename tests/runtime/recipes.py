@@ -23,7 +23,7 @@ def apply(name: str, root: Path) -> None:
     """Copies the code to a folder and applies a file of examples: below a file's name, lines ("-", " ") become others
     ("+", " ")."""
     for room in ROOMS:
-        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / room, root / room)  # with the bytecode, which goes by size and time
     recipe = (ROOT / "docs" / "examples" / name).read_text(encoding="utf-8")
     for hunk in recipe.rstrip("\n").split("\n\n"):
         changed, *lines = hunk.split("\n")
