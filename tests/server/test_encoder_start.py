@@ -46,8 +46,8 @@ NOT_IN_THE_ENGINE = {
     "runtime.llm", "runtime.parallel", "numba_kernels.cuda.gemm", "runtime.emulator",
 }  # fmt: skip
 OURS = {"runtime", "models", "numba_kernels", "tokenizer", "server"}
-MOST_MODULES = {"server": 320, "engine": 400}
-"""Of this project; a start had 310 and 389 on 2026-11-30."""
+MOST_MODULES = {"server": 320, "engine": 405}
+"""Of this project; a start had 310 and 401 on 2026-12-01, with the recordings of towers."""
 
 
 @pytest.fixture(scope="module")
