@@ -17,6 +17,7 @@ import pytest
 _LINEAR = "tests/numba_kernels/cpu/test_linear.py"
 _BITS = f"{_LINEAR}::test_sums_are_those_of_the_definition_to_the_bit"
 _BLOCKS = "tests/numba_kernels/cpu/test_blocks.py::test_products_rows_and_tables"
+_ATTENTION = "tests/numba_kernels/cpu/test_attention.py::test_a_row_is_the_same_alone_chunked_and_in_any_batch"
 _RANKS = "tests/runtime/linear/test_split_k.py::test_many_sizes"
 _GOLDENS = "tests/models/test_goldens.py"
 _GOLDEN = f"{_GOLDENS}::test_float32_logits_and_greedy_continuation[qwen2_odd]"
@@ -36,7 +37,8 @@ TELLING: dict[str, tuple[str, ...]] = {
         f"{_GOLDENS}::test_weights_rounded_to_bfloat16_with_float32_pages[qwen2_odd]", *SIZES,
     ),
     "amx": (
-        f"{_BITS}[9-145-33-bfloat16]", f"{_BITS}[35-97-129-int8]", f"{_RANKS}[bfloat16]", f"{_BLOCKS}[Q4_0]", *SIZES,
+        f"{_BITS}[9-145-33-bfloat16]", f"{_BITS}[35-97-129-int8]", f"{_RANKS}[bfloat16]", f"{_BLOCKS}[Q4_0]",
+        f"{_ATTENTION}[80-37-1.0-bfloat16]", *SIZES,
     ),
 }  # fmt: skip
 """What each layout of the cpu's runs in a process of its own, where it is not the one in force

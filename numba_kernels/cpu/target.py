@@ -20,7 +20,7 @@ import numba
 
 from runtime.errors import InvalidArgumentError
 
-_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
 VARIABLE = "XSERV_CPU_TILES"
 LANES = 16  # float32 elements of one IR vector
 
@@ -54,6 +54,9 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 _numba_config: Any = numba.config
 _HOST_FEATURES: Any = llvm.get_host_cpu_features()  # each call lists them anew, which takes a millisecond
+
+PROCESSOR = llvm.get_host_cpu_name()
+"""LLVM's name of it."""
 
 _EMULATED = "emulated_"
 EMULATED_BF16 = "emulated_bf16"
@@ -116,7 +119,7 @@ def _choose() -> str:
     """
     forced = os.environ.get(VARIABLE)
     if not forced:
-        return usual_tiles(_AVAILABLE, llvm.get_host_cpu_name(), has_amx=compiled_for("amx-bf16"))
+        return usual_tiles(_AVAILABLE, PROCESSOR, has_amx=compiled_for("amx-bf16"))
     if forced in EMULATED_TILES:
         return forced
     if forced not in _NEEDS:
@@ -131,7 +134,7 @@ def _choose() -> str:
             "layout and its arithmetic on any processor",
             param=VARIABLE,
         )
-    if _IS_X86:
+    if IS_X86:
         _numba_config.CPU_NAME = _MODELS[forced]
         _numba_config.CPU_FEATURES = ",".join(f"+{feature}" for feature in _needs(forced))
     return forced
@@ -143,7 +146,7 @@ _IS_EMULATED = TILES in EMULATED_TILES
 HAS_BYTE_DOT = not _IS_EMULATED and compiled_for("avx512vnni")  # vpdpbusd: sums of products of four bytes
 HAS_BF16_DOT = TILES == "avx512_bf16"  # vdpbf16ps: sums of products of pairs of bfloat16
 HAS_AMX = TILES == "amx"  # registers of 16 rows and their products, of pairs of bfloat16 and of bytes
-HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens float16
+HAS_HALF = compiled_for("f16c") or not IS_X86  # an instruction that widens float16
 
 
 def layout_name() -> str:

@@ -211,7 +211,7 @@ def attention(
     partial = _partial_sums(plan, groups, segments, share * (width + 2))
     query_start, seq_lens, table, group_starts = plan.addresses
     stored, span = PAGES[k_cache.dtype], _attention.span_of(block_size)
-    rounds = batch.may_round and _attention.takes_pairs(stored, span, head_dim)
+    rounds = _attention.takes_pairs(stored, span, head_dim, batch.may_round)
     _attention.attention_kernel(stored, span, rounds)(
         groups * segments, workers, q.address, k_cache.address, v_cache.address, *_scale_addresses(scales), query_start,
         seq_lens, table, group_starts, address_of(partial), result.address, batch.num_seqs, q_heads, kv_heads, head_dim,

@@ -30,25 +30,34 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.cpu.activation import cap_floats
+from numba_kernels.cpu.attention.amx_pairs import STEP_WORDS, begin_tiles
 from numba_kernels.cpu.attention.pair_tile import (
+    PRODUCT_ROWS,
+    clear_last_keys,
     pair_keys,
     pair_rows,
     pair_values,
-    pair_weights,
+    round_floats,
     score_pairs,
+    softmax_rows_of,
     value_pairs,
 )
 from numba_kernels.cpu.attention.tile import (
     CHUNK_TOKENS,
+    FETCHING_ROWS,
     HALF_TOKENS,
+    HALVES,
+    IN_ORDER,
+    PAIR_ORDER,
     score_tile,
-    softmax_tile,
     value_tile,
 )
+from numba_kernels.cpu.gemm.amx_tile import release_tiles
 from numba_kernels.cpu.gemm.packed_words import arrange_words
+from numba_kernels.cpu.intrinsics.float_mode import flush_subnormals, restore_mode
 from numba_kernels.cpu.intrinsics.scalars import exp2_f32
 from numba_kernels.cpu.intrinsics.simd import LOG2_E
-from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
+from numba_kernels.cpu.layout import AMX_ROWS, ROUNDS_TO_BF16, TILE_ROWS
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.rows import scale_floats
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at, int64_at, new_lines
@@ -58,7 +67,6 @@ GROUP_ROWS, WIDE_GROUP_ROWS = 64, 32  # a group has so many rows, or one token's
 _NARROW_HEAD = 64  # elements: queries and sums of GROUP_ROWS such rows stay in the first-level cache
 SEGMENT_TOKENS = 1024
 BAD_BLOCK, BAD_LENGTH = 1, 2
-_HALVES = CHUNK_TOKENS // HALF_TOKENS
 _LOG2_E = np.float32(LOG2_E)
 
 FIELDS = Fields(
@@ -220,6 +228,13 @@ def add_bias(scores_at, rows, first_row, share, bias_at, bias_rows, q_heads, dis
             scores[column] += biases[place + column * q_heads] * _LOG2_E
 
 
+@njit(nogil=True)
+def end_pairs(mode):
+    """Leaves the thread as it was before products of pairs: without tiles, in `mode`."""
+    release_tiles()
+    restore_mode(mode)
+
+
 @functools.cache
 def group_starts_kernel() -> Kernel:
     """Writes ``group_starts [num_seqs + 1]``: row groups of up to ``group_tokens`` tokens before each sequence of the
@@ -247,17 +262,19 @@ def span_of(block_size: int) -> int:
     return LANES if block_size % LANES == 0 else HALF_TOKENS
 
 
-def takes_pairs(stored: type, span: int, head_dim: int) -> bool:
-    """Whether `attention_kernel` has a kernel that ``rounds``: this kind of tile multiplies pairs of bfloat16, and
-    these pages can be read as pairs."""
-    return ROUNDS_TO_BF16 and stored is np.float32 and span == LANES and head_dim % 2 == 0
+def takes_pairs(stored: type, span: int, head_dim: int, may_round: bool) -> bool:
+    """Whether `attention_kernel` multiplies pairs of bfloat16: where this kind of tile has such products, those of
+    pages of bfloat16, and of float32 if it ``may_round`` and they can be read so."""
+    if head_dim % 2 or not (ROUNDS_TO_BF16 or AMX_ROWS):
+        return False
+    return stored is np.uint16 or (may_round and stored is np.float32 and span == LANES)
 
 
 @functools.cache
 def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
     """The kernel for pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A work item is one
-    row group and KV head, or with ``num_segments > 1`` one segment of them. With ``rounds``, where
-    `takes_pairs`, `pair_tile` multiplies queries, keys, weights and values rounded to bfloat16.
+    row group and KV head, or with ``num_segments > 1`` one segment of them. With ``rounds``, where `takes_pairs`,
+    operands are rounded to bfloat16 for `pair_tile`; a few rows take floats in the same order, to the same bits.
 
     Pages, and sums of values, have rows of ``value_width``, whole vectors.
 
@@ -267,6 +284,8 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
     """
     itemsize = np.dtype(stored).itemsize
     has_scales, factor = is_quantised(stored), read_factor(stored)
+    product_rows, order, keeps = (PRODUCT_ROWS, PAIR_ORDER, 1) if rounds else (TILE_ROWS, IN_ORDER, 0)
+    least_pair_rows = FETCHING_ROWS + 1 if stored is np.uint16 else 1
 
     def attention(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -295,12 +314,13 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
             a.status = BAD_LENGTH
             return
 
-        capacity = -(-rows // TILE_ROWS) * TILE_ROWS
+        in_pairs = rounds and rows >= least_pair_rows
+        capacity = -(-rows // product_rows) * product_rows
         row_bytes = -(-a.head_dim // (2 * LANES)) * LANES * 4 if rounds else a.head_dim * 4  # of queries
-        sizes = capacity * row_bytes // 4, TILE_ROWS * CHUNK_TOKENS, capacity * width
+        sizes = capacity * row_bytes // 4, product_rows * CHUNK_TOKENS, capacity * width
         size = sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS
-        pairs = a.head_dim // 2 * CHUNK_TOKENS, CHUNK_TOKENS // 2 * width
-        work = new_lines(size + (pairs[0] + pairs[1] if rounds else 0))
+        pairs = -(-a.head_dim // (2 * STEP_WORDS)) * STEP_WORDS * CHUNK_TOKENS, CHUNK_TOKENS // 2 * width
+        work = new_lines(size + (pairs[0] + pairs[1] if in_pairs else 0))
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
@@ -314,11 +334,11 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
         key_stride = a.block_size * itemsize
         k_scales, v_scales = float32_at(k_scales_at, CHUNK_TOKENS), float32_at(v_scales_at, CHUNK_TOKENS)
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
-        tables = np.empty(3 * _HALVES + 2 * capacity, np.int64)
+        tables = np.empty(3 * HALVES + 2 * capacity, np.int64)
         keys_at = address(tables)  # where the keys of each half of a chunk begin
-        values_at = keys_at + _HALVES * 8
-        next_at = values_at + _HALVES * 8  # the keys of the next chunk, or the same
-        ends_at = next_at + _HALVES * 8  # one past the last key that each row sees
+        values_at = keys_at + HALVES * 8
+        next_at = values_at + HALVES * 8  # the keys of the next chunk, or the same
+        ends_at = next_at + HALVES * 8  # one past the last key that each row sees
         firsts_at = ends_at + capacity * 8  # the first that it sees, or an earlier one
         ends, firsts = int64_at(ends_at, rows), int64_at(firsts_at, rows)
         until = int32_at(a.bidirectional_until + token_row * 4, tokens)
@@ -332,14 +352,18 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
                 ends[row] = np.int64(until[row if share == 1 else row // share])
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
         scale = np.float32(a.scale * LOG2_E)
-        if rounds:
+        mode = flush_subnormals() if rounds else np.int32(0)
+        if in_pairs:
             for token in range(tokens):
                 at = source + token * a.q_heads * a.head_dim * 4
                 place = q_at + token * share * row_bytes
-                pair_rows(at, a.head_dim * 4, share, a.head_dim, scale, place, row_bytes)
+                pair_rows(stored, at, a.head_dim * 4, share, a.head_dim, scale, place, row_bytes)
+            clear_last_keys(k_pairs, a.head_dim // 2)
+            begin_tiles(rows)
         else:
             _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, scale)
-
+            if rounds:
+                round_floats(q_at, height_of(rows) * a.head_dim)
         first_segment, last_segment = 0, -(-last_key // SEGMENT_TOKENS)
         if a.num_segments > 1:
             first_segment, last_segment = segment, min(segment + 1, last_segment)
@@ -357,17 +381,19 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
                 clear(part, capacity, width)
             entry, inside = start // a.block_size, start % a.block_size
             for chunk in range(start, stop, CHUNK_TOKENS):
-                for half in range(_HALVES):
+                for half in range(HALVES):
                     token = chunk + half * HALF_TOKENS
                     block = np.int64(0)  # keys there are masked; but a span is read from its first half's block
                     if token < last_key and token // span * span + span > first_key:
                         block = np.int64(table[entry])
                         if block < 0 or block >= a.num_blocks:
                             a.status = BAD_BLOCK
+                            if rounds:
+                                end_pairs(mode)
                             return
                     page = block * a.kv_heads + head
                     tables[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
-                    tables[_HALVES + half] = a.v_cache + (page * a.block_size + inside) * width * itemsize
+                    tables[HALVES + half] = a.v_cache + (page * a.block_size + inside) * width * itemsize
                     if has_scales:
                         of_keys = float32_at(a.k_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
                         of_values = float32_at(a.v_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
@@ -378,65 +404,59 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
                     if inside == a.block_size:
                         entry, inside = entry + 1, 0
                 ahead, ahead_inside = entry, inside
-                for half in range(_HALVES):
-                    tables[2 * _HALVES + half] = tables[half]
+                for half in range(HALVES):
+                    tables[2 * HALVES + half] = tables[half]
                     if chunk + CHUNK_TOKENS + half * HALF_TOKENS < stop:
                         page = np.int64(table[ahead]) * a.kv_heads + head  # only prefetched: need not exist
-                        tables[2 * _HALVES + half] = (
+                        tables[2 * HALVES + half] = (
                             a.k_cache + (page * a.head_dim * a.block_size + ahead_inside) * itemsize
                         )
                     ahead_inside += HALF_TOKENS
                     if ahead_inside == a.block_size:
                         ahead, ahead_inside = ahead + 1, 0
-                if rounds:
-                    tokens_here = min(CHUNK_TOKENS, last_key - chunk)
-                    pair_keys(keys_at, key_stride, a.head_dim, tokens_here, k_pairs)
-                    pair_values(values_at, width * 4, width // LANES, tokens_here, v_pairs)
-                for tile in range(0, rows, TILE_ROWS):
-                    height = height_of(rows - tile)
-                    tile_rows = min(height, rows - tile)
-                    tile_last = ends[tile + tile_rows - 1] - chunk
-                    if tile_last <= 0:
+                if in_pairs:
+                    begin, end = max(0, first_key - chunk), min(CHUNK_TOKENS, last_key - chunk)
+                    pair_keys(stored, span, keys_at, key_stride, a.head_dim, end, k_pairs)
+                    pair_values(stored, values_at, width * itemsize, width // LANES, begin, end, v_pairs)
+                for first in range(0, rows, product_rows):
+                    here = min(product_rows, rows - first)
+                    height = here if in_pairs and AMX_ROWS else height_of(here)
+                    last = ends[first + here - 1] - chunk
+                    if last <= 0:
                         continue
-                    tile_last = min(CHUNK_TOKENS, tile_last)
-                    query = q_at + tile * row_bytes
-                    if rounds:
-                        score_pairs(query, row_bytes, k_pairs, a.head_dim, scores_at, tile_last, height)
+                    last = min(CHUNK_TOKENS, last)
+                    query = q_at + first * row_bytes
+                    if in_pairs:
+                        score_pairs(query, row_bytes, k_pairs, a.head_dim, scores_at, last, height)
                     else:
                         score_tile(
-                            stored, span, query, keys_at, key_stride, a.head_dim,
-                            scores_at, tile_last, values_at if tile == 0 else 0, height,
+                            stored, span, order, query, keys_at, key_stride, a.head_dim,
+                            scores_at, last, values_at if first == 0 else 0, height,
                         )  # fmt: skip
                     if has_scales:
-                        _scale_columns(scores_at, tile_rows, k_scales_at)
+                        _scale_columns(scores_at, here, k_scales_at)
                     if a.position_bias != 0:
                         own = a.position_bias + head * share * 4
-                        distance = chunk - first_position
-                        add_bias(scores_at, tile_rows, tile, share, own, a.bias_rows, a.q_heads, distance)
+                        add_bias(scores_at, here, first, share, own, a.bias_rows, a.q_heads, chunk - first_position)
                     if a.softcap > 0.0:
-                        cap_floats(scores_at, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap * LOG2_E))
-                    softmax_tile(
-                        scores_at, tile_last, ends_at + tile * 8, firsts_at + tile * 8, chunk, maxima_at + tile * 4,
-                        sums_at + tile * 4, factors_at + tile * 4, tile_rows, height,
+                        cap_floats(scores_at, here * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap * LOG2_E))
+                    softmax_rows_of(
+                        stored, keeps, in_pairs, scores_at, last, ends_at + first * 8, firsts_at + first * 8, chunk,
+                        maxima_at + first * 4, sums_at + first * 4, factors_at + first * 4, here,
                     )  # fmt: skip
                     if has_scales:
-                        _scale_columns(scores_at, tile_rows, v_scales_at)
-                    tile_first = min(CHUNK_TOKENS, max(0, firsts[tile] - chunk))
-                    if rounds:
-                        pair_weights(scores_at, tile_rows)
-                        value_pairs(
-                            scores_at, v_pairs, tile_first, tile_last, factors_at + tile * 4,
-                            out_at + tile * width * 4, width // LANES, height,
-                        )  # fmt: skip
+                        _scale_columns(scores_at, here, v_scales_at)
+                    begin = min(CHUNK_TOKENS, max(0, firsts[first] - chunk))
+                    row_factors, row_sums = factors_at + first * 4, out_at + first * width * 4
+                    if in_pairs:
+                        value_pairs(scores_at, v_pairs, begin, last, row_factors, row_sums, width // LANES, height)
                     else:
                         value_tile(
-                            stored, scores_at, values_at, width * itemsize, tile_first,
-                            tile_last, factors_at + tile * 4,
-                            out_at + tile * width * 4, width // LANES, next_at if tile == 0 else 0, height,
+                            stored, order, scores_at, values_at, width * itemsize, begin, last, row_factors, row_sums,
+                            width // LANES, next_at if first == 0 else 0, height,
                         )  # fmt: skip
             if is_merged:
                 merge(total, part, rows, width)
-
         if a.num_segments > 1:
             size = a.group_tokens * share * (width + 2)
             partial = triple(a.partial + work_item * size * 4, rows, width)
@@ -446,6 +466,8 @@ def attention_kernel(stored: type, span: int, rounds: bool = False) -> Kernel:
             target = a.out + (token_row * a.q_heads + head * share) * a.head_dim * 4
             sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0
             write(total, target, tokens, share, a.q_heads, a.head_dim, width, sinks)
+        if rounds:
+            end_pairs(mode)
         hold(work, tables)
 
     return Kernel(attention, FIELDS)

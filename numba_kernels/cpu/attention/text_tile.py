@@ -5,7 +5,7 @@ from __future__ import annotations
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.attention.pair_tile import score_words
+from numba_kernels.cpu.attention.pair_tile import kept_words, score_words
 from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, constant, for_each_height, softmax_rows
 from numba_kernels.cpu.gemm.packed_words import transposed
 from numba_kernels.cpu.intrinsics import dots, simd
@@ -54,17 +54,13 @@ def score_floats(builder, q, row_bytes, keys, head_dim, scores, tokens, rows):
 
 @emitted(types.void, LITERAL, *[types.intp] * 6)
 def softmax_text(builder, as_pairs, scores, tokens, maxima, sums, factors, rows):
-    """`tile.softmax_tile` of rows that see the first ``tokens`` of the chunk and no others. ``as_pairs``, a literal:
+    """`tile.softmax` of rows that see the first ``tokens`` of the chunk and no others. ``as_pairs``, a literal:
     weights become words of two neighbours, which fill the first half of their row."""
     half, whole = max(1, CHUNK_TOKENS // LANES // 2), CHUNK_TOKENS // LANES
 
-    def keep(row, weights):
-        for pair, place in enumerate(row[: len(row) // 2]):
-            simd.store(builder, dots.round_to_pairs(builder, *weights[2 * pair : 2 * pair + 2]), place)
-
     def emit(units, is_masked):
         masks = [simd.lanes_below(builder, v * LANES, tokens) for v in range(units)] if is_masked else None
-        kept = keep if as_pairs else None
+        kept = kept_words(builder, types.float32) if as_pairs else None
         for_each_height(
             builder, rows,
             lambda height: softmax_rows(builder, range(units), scores, maxima, sums, factors, height, masks, kept),

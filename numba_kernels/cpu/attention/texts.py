@@ -14,8 +14,16 @@ import functools
 import numpy as np
 from numba import carray
 
+from numba_kernels.cpu.attention.amx_pairs import STEP_WORDS, begin_tiles
 from numba_kernels.cpu.attention.kernel import add_bias, clear, find_sequence, height_of, hold
-from numba_kernels.cpu.attention.pair_tile import pair_rows, pair_values, score_pairs, value_pairs
+from numba_kernels.cpu.attention.pair_tile import (
+    PRODUCT_ROWS,
+    clear_last_keys,
+    pair_rows,
+    pair_values,
+    score_pairs,
+    value_pairs,
+)
 from numba_kernels.cpu.attention.text_tile import (
     scale_queries,
     score_floats,
@@ -23,9 +31,10 @@ from numba_kernels.cpu.attention.text_tile import (
     turn_keys,
     write_texts,
 )
-from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, value_tile
+from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, HALVES, IN_ORDER, value_tile
+from numba_kernels.cpu.gemm.amx_tile import release_tiles
 from numba_kernels.cpu.intrinsics.simd import LOG2_E
-from numba_kernels.cpu.layout import ROUNDS_TO_BF16, TILE_ROWS
+from numba_kernels.cpu.layout import AMX_ROWS, ROUNDS_TO_BF16, TILE_ROWS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, int32_at, new_lines
 from numba_kernels.cpu.target import LANES
 
@@ -34,7 +43,6 @@ FIELDS = Fields(
     "bias_rows",
     "scale",
 )
-_HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 
 def takes(head_dim: int) -> bool:
@@ -44,7 +52,7 @@ def takes(head_dim: int) -> bool:
 
 def rounds_text(may_round: bool) -> bool:
     """Whether the kernel ``rounds``: this kind of tile multiplies pairs of bfloat16."""
-    return may_round and ROUNDS_TO_BF16
+    return may_round and (ROUNDS_TO_BF16 or AMX_ROWS > 0)
 
 
 @functools.cache
@@ -53,6 +61,7 @@ def text_attention_kernel(rounds: bool) -> Kernel:
     ``group_starts [num_seqs + 1]`` counts the row groups before each text. ``position_bias`` as `attention_kernel`."""
 
     as_pairs = int(rounds)  # a literal
+    product_rows = PRODUCT_ROWS if rounds else TILE_ROWS
 
     def text_attention(arguments, work_item):
         a = carray(arguments, 1)[0]
@@ -69,62 +78,69 @@ def text_attention_kernel(rounds: bool) -> Kernel:
         rows = min(a.group_tokens, length - first)
         stride = 3 * heads * d * 4
         row_bytes = -(-d // (2 * LANES)) * LANES * 4 if rounds else d * 4
-        capacity = -(-rows // TILE_ROWS) * TILE_ROWS
-        q_size, k_size = capacity * row_bytes // 4, (d // 2 if rounds else d) * CHUNK_TOKENS
+        capacity = -(-rows // product_rows) * product_rows
+        depth = -(-d // (2 * STEP_WORDS)) * STEP_WORDS if rounds else d
+        q_size, k_size, score_size = capacity * row_bytes // 4, depth * CHUNK_TOKENS, product_rows * CHUNK_TOKENS
         v_size = CHUNK_TOKENS // 2 * d if rounds else 0
-        work = new_lines(q_size + k_size + v_size + TILE_ROWS * CHUNK_TOKENS + capacity * (d + 2) + TILE_ROWS)
+        work = new_lines(q_size + k_size + v_size + score_size + capacity * (d + 2) + product_rows)
         q_at = address(work)
         k_at = q_at + q_size * 4
         v_at = k_at + k_size * 4
         scores_at = v_at + v_size * 4
-        out_at = scores_at + TILE_ROWS * CHUNK_TOKENS * 4
+        out_at = scores_at + score_size * 4
         maxima_at = out_at + capacity * d * 4
         sums_at = maxima_at + capacity * 4
         factors_at = sums_at + capacity * 4
         sums_of = out_at, maxima_at, sums_at
-        values = np.empty(_HALVES, np.int64)
+        values = np.empty(HALVES, np.int64)
         values_at = address(values)
         scale = np.float32(a.scale * LOG2_E)
         text = a.qkv + start * stride
+        if rounds:
+            clear_last_keys(k_at, d // 2)
+            begin_tiles(rows)
         for head in range(first_head, min(heads, first_head + a.heads_a_work_item)):
             source = text + first * stride + head * d * 4
             if rounds:
-                pair_rows(source, stride, rows, d, scale, q_at, row_bytes)
+                pair_rows(np.float32, source, stride, rows, d, scale, q_at, row_bytes)
             else:
                 scale_queries(source, stride, rows, d, scale, q_at, row_bytes)
             clear(sums_of, capacity, d)
             for chunk in range(0, length, CHUNK_TOKENS):
                 tokens = min(CHUNK_TOKENS, length - chunk)
                 keys = text + chunk * stride + (heads + head) * d * 4
-                for half in range(_HALVES):
+                for half in range(HALVES):
                     values[half] = keys + heads * d * 4 + half * HALF_TOKENS * stride
                 turn_keys(as_pairs, keys, stride, d, tokens, k_at)
                 if rounds:
-                    pair_values(values_at, stride, d // LANES, tokens, v_at)
-                for tile in range(0, rows, TILE_ROWS):
-                    height = height_of(rows - tile)
-                    query, of_tile = q_at + tile * row_bytes, out_at + tile * d * 4
+                    pair_values(np.float32, values_at, stride, d // LANES, 0, tokens, v_at)
+                for first_row in range(0, rows, product_rows):
+                    here = min(product_rows, rows - first_row)
+                    height = here if rounds and AMX_ROWS else height_of(here)
+                    query, of_tile = q_at + first_row * row_bytes, out_at + first_row * d * 4
                     if rounds:
                         score_pairs(query, row_bytes, k_at, d, scores_at, tokens, height)
                     else:
                         score_floats(query, row_bytes, k_at, d, scores_at, tokens, height)
                     if a.position_bias != 0:
                         own = a.position_bias + head * 4
-                        add_bias(
-                            scores_at, min(height, rows - tile), tile, 1, own, a.bias_rows, heads, chunk - first
+                        add_bias(scores_at, here, first_row, 1, own, a.bias_rows, heads, chunk - first)
+                    for tile in range(0, here, TILE_ROWS):
+                        softmax_text(
+                            as_pairs, scores_at + tile * CHUNK_TOKENS * 4, tokens, maxima_at + (first_row + tile) * 4,
+                            sums_at + (first_row + tile) * 4, factors_at + tile * 4, height_of(here - tile),
                         )  # fmt: skip
-                    softmax_text(
-                        as_pairs, scores_at, tokens, maxima_at + tile * 4, sums_at + tile * 4, factors_at, height
-                    )  # fmt: skip
                     if rounds:
                         value_pairs(scores_at, v_at, 0, tokens, factors_at, of_tile, d // LANES, height)
                     else:
                         value_tile(
-                            np.float32, scores_at, values_at, stride, 0, tokens, factors_at, of_tile, d // LANES, 0,
-                            height,
+                            np.float32, IN_ORDER, scores_at, values_at, stride, 0, tokens, factors_at, of_tile,
+                            d // LANES, 0, height,
                         )  # fmt: skip
             target = a.out + ((start + first) * heads + head) * d * 4
             write_texts(out_at, sums_at, rows, d, target, heads * d * 4)
+        if rounds:
+            release_tiles()
         hold(work, values)
 
     return Kernel(text_attention, FIELDS)

@@ -120,6 +120,20 @@ class _AmxTile:
                     at = self.builder.add(rows_at, self.builder.mul(row, stride))
                     yield half * TILE_VECTORS + v, simd.offset(self.builder, at, v * _VECTOR_BYTES)
 
+    def each_product(self, x_at, x_stride, weight_at, weight_stride, vector_stride):
+        """Tiles of sums, each when its factors are in ``_LEFT`` and ``_RIGHT``: the second rows begin with the vector
+        of the weight that the first ones ended with, which is not loaded again."""
+        builder, held = self.builder, None
+        for half, vectors in enumerate((_VECTORS, reversed(_VECTORS))):
+            with self.halves(half) as row:
+                self.tiles.load_left(_LEFT, builder.add(x_at, builder.mul(row, x_stride)), x_stride)
+                for v in vectors:
+                    if v != held:
+                        at = simd.offset(builder, weight_at, v * vector_stride)
+                        self.tiles.load_right(_RIGHT, at, i64(weight_stride))
+                    held = v
+                    yield half * TILE_VECTORS + v
+
     def copied(self, source, stride, count, words, target):
         """Copies ``count`` rows of ``words`` words (at most LANES; an IR value) to ``target``, rows of LANES, with
         zeros after them."""
@@ -252,14 +266,8 @@ class _PairTile(_AmxTile):
                     tiles.store_sums(tile, at, stride)
 
     def _add(self, x_at, x_stride, weight_at):
-        tiles = self.tiles
-        for half in range(2):
-            with self.halves(half) as row:
-                tiles.load_left(_LEFT, self.builder.add(x_at, self.builder.mul(row, x_stride)), x_stride)
-                for v in _VECTORS:
-                    at = simd.offset(self.builder, weight_at, v * _VECTOR_BYTES)
-                    tiles.load_right(_RIGHT, at, i64(_PANEL_ROW_BYTES))
-                    tiles.add_pairs(half * TILE_VECTORS + v, _LEFT, _RIGHT)
+        for tile in self.each_product(x_at, x_stride, weight_at, _PANEL_ROW_BYTES, _VECTOR_BYTES):
+            self.tiles.add_pairs(tile, _LEFT, _RIGHT)
 
 
 class _IntegerTile(_AmxTile):
@@ -271,15 +279,10 @@ class _IntegerTile(_AmxTile):
 
     def integers(self, x_at, x_stride, weight_at, weight_stride, vector_stride):
         """Computes the sums of as many words as tiles are configured for."""
-        builder, tiles, stride = self.builder, self.tiles, i64(_PANEL_ROW_BYTES)
-        for half in range(2):
-            with self.halves(half) as row:
-                tiles.load_left(_LEFT, builder.add(x_at, builder.mul(row, x_stride)), x_stride)
-                for v in _VECTORS:
-                    tile = half * TILE_VECTORS + v
-                    tiles.load_right(_RIGHT, simd.offset(builder, weight_at, v * vector_stride), i64(weight_stride))
-                    tiles.zero(tile)
-                    tiles.add_bytes(tile, _LEFT, _RIGHT)
+        tiles, stride = self.tiles, i64(_PANEL_ROW_BYTES)
+        for tile in self.each_product(x_at, x_stride, weight_at, weight_stride, vector_stride):
+            tiles.zero(tile)
+            tiles.add_bytes(tile, _LEFT, _RIGHT)
         for tile, at in self.each_place(self.whole, stride):
             tiles.store_sums(tile, at, stride)
 

@@ -28,7 +28,7 @@ from numba_kernels.cpu.gemm.block_numbers import PART, is_signed, places_of_unit
 from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64, i64
 from numba_kernels.cpu.layout import DOT, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
-from numba_kernels.cpu.target import LANES
+from numba_kernels.cpu.target import LANES, PROCESSOR
 
 X_WORDS = X_GROUP // 4  # of bytes
 X_ROW_WORDS = X_WORDS + 3
@@ -36,7 +36,7 @@ X_ROW_WORDS = X_WORDS + 3
 
 _CHUNK = 256  # elements of K that a register goes through at once
 _LINE_BYTES = 64
-_FEW_ROWS = 4  # fewer sums than an instruction takes cycles
+FEW_ROWS = 4  # fewer sums than an instruction takes cycles
 _MOST_WIDE_ROWS = 4  # of signed bytes, whose sums for a whole vector of columns stay in registers
 _MOST_SHORT = 32767
 _MOST_CHAINED_TERMS = 2  # of a group: tiles of few rows would wait for longer chains
@@ -47,10 +47,9 @@ _PARTS_A_VECTOR = LANES // PART
 def is_one_stream(block: Block) -> bool:
     """Whether a block's lines are read in order, so that hardware prefetching works.
 
-    A prefetch of each line would then occupy the loads' line fill buffers, and a few prefetches are enough: so it is on
-    Zen 4. Zen 3, which has AVX2 alone and takes more instructions for a line, needs a prefetch for each: Q4_0 went from
-    8.8 to 16.6 GB/s there. Long blocks, whose scales and planes are read in turns, need all their lines prefetched
-    everywhere, and early."""
+    On Zen 4 a prefetch of each line would then occupy the loads' line fill buffers, and every fourth is enough. Zen 3
+    and 5 need one for each: Q4_0 went from 8.8 to 16.6 GB/s on Zen 3, Q8_0 from 70 to 84 % of the read rate on Zen 5.
+    Long blocks, whose scales and planes are read in turns, need all their lines prefetched everywhere, and earlier."""
     return block.elements < 256
 
 
@@ -115,13 +114,13 @@ class BlockSums:
         self.vectors = vectors
         self.places = [(r, v) for r in range(height) for v in range(vectors)]
         self.x_words = x_words(self.block)
-        streams = height < _FEW_ROWS and is_one_stream(self.block)
+        streams = height < FEW_ROWS and is_one_stream(self.block)
         self.steps = 1 if streams else max(1, _CHUNK // self.block.elements)  # blocks at once
-        self.lines_a_prefetch = 4 if streams and DOT == "bytes" else 1
+        self.lines_a_prefetch = 4 if streams and PROCESSOR == "znver4" else 1
         self.is_signed = is_signed(self.block)
         self.short_words = short_words_of(self.block)
         # Signed bytes: a broadcast of x meets all columns of a vector, so many rows at a time.
-        is_wide = self.is_signed and height >= _FEW_ROWS
+        is_wide = self.is_signed and height >= FEW_ROWS
         self.parts = range(_PARTS_A_VECTOR if is_wide else 1)
         turns = -(-height // _MOST_WIDE_ROWS) if is_wide else 1
         self.turns = [range(height * turn // turns, height * (turn + 1) // turns) for turn in range(turns)]
@@ -269,7 +268,7 @@ class BlockSums:
                 weight, value = operands[part], values[r]
                 if DOT == "pairs":
                     shorts[key] = self._add_bytes(builder, shorts[key], weight, value)
-                elif self.height < _FEW_ROWS and number % 2 == 0:
+                elif self.height < FEW_ROWS and number % 2 == 0:
                     others[key] = dots.add_four(builder, others[key] or _number(0), weight, value)
                 else:
                     wholes[key] = dots.add_four(builder, wholes[key], weight, value)

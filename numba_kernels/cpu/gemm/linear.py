@@ -44,7 +44,7 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     pair_row_words,
 )
 from numba_kernels.cpu.gemm.block_numbers import is_signed
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, start_in_rows, x_words
+from numba_kernels.cpu.gemm.block_tile import FEW_ROWS, X_ROW_WORDS, is_one_stream, start_in_rows, x_words
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
 from numba_kernels.cpu.gemm.low_rank import EXPAND, SHRINK, Riding, call_expand, call_shrink
@@ -73,7 +73,7 @@ from numba_kernels.split_k import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel with AVX-512, else 8
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
-BLOCK_STREAM_AHEAD_BYTES = 8192  # of blocks: 32768 cost Q6_K a sixth of its rate
+BLOCK_STREAM_AHEAD_BYTES = 8192  # of blocks, but for few rows of one stream: 32768 cost Q6_K a sixth of its rate
 TICKET_ROWS = 128  # at most about so many
 MOST_SIGNED_ROWS = 2 * GEMM_ROWS  # that meet blocks of signed bytes as they lie in panels: see `unpacked_blocks`
 MOST_ROWS_WITHOUT_AMX = 2 * GEMM_ROWS  # of integers, where the processor has AMX
@@ -94,6 +94,15 @@ FIELDS = Fields(
     "arranging_parts gate arranged"
 )
 _ARRANGED = FIELDS.offset("arranged")
+
+
+def _stream_ahead(stored):
+    """How far a lone pass prefetches, by rows up to FEW_ROWS."""
+    block = BLOCKS.get(stored)
+    if block is None:
+        return (STREAM_AHEAD_BYTES,) * (FEW_ROWS + 1)
+    few = STREAM_AHEAD_BYTES if is_one_stream(block) and not block.is_e4m3 else BLOCK_STREAM_AHEAD_BYTES
+    return (*FEW_ROWS * (few,), BLOCK_STREAM_AHEAD_BYTES)
 
 
 @njit(nogil=True)
@@ -308,7 +317,7 @@ def product_parts(stored: Any) -> ProductParts:
     at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)), *(AMX_ROWS * (1,)))
     if are_rows:
         at_once = (1,) * (AMX_ROWS + 1)
-    stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_block else STREAM_AHEAD_BYTES
+    stream_ahead = _stream_ahead(stored)
 
     @njit(nogil=True)
     @name_by_content
@@ -421,7 +430,7 @@ def product_parts(stored: Any) -> ProductParts:
                         count = min(block_words, last - start)
                         weight = a.panels + panel * panel_stride + start * _PANEL_ROW_BYTES
                         # all row tiles together prefetch the next block
-                        ahead = weight + (stream_ahead if is_lone else count * _PANEL_ROW_BYTES)
+                        ahead = weight + (stream_ahead[min(rows, FEW_ROWS)] if is_lone else count * _PANEL_ROW_BYTES)
                         is_first = start == first and not is_end
                         is_last = is_end if is_cut else start + count >= last
                         partial = slot

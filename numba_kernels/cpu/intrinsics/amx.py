@@ -49,7 +49,7 @@ class Tiles:
         """Gives the tiles ``sums`` (C) and ``left`` (A) so many ``rows``, and those of ``left`` and ``right`` (B) so
         many ``words`` of K (Python's, at most TILE_ROWS). All tiles become zero."""
         builder = self.builder
-        self.rows, self.words = rows, words
+        self.resume(rows, words)
         if self.is_emulated:
             return
         byte = builder.trunc(rows, I8)
@@ -59,6 +59,10 @@ class Tiles:
             self._set(48 + tile, ir.Constant(I8, words) if tile in right else byte)
             self._set(16 + 2 * tile, ir.Constant(I16, words * 4 if tile in left else _ROW_BYTES))
         self._call("ldtilecfg", self._pointer(self.config, I8))
+
+    def resume(self, rows, words):
+        """Takes up tiles that other code has configured for at least so many ``rows``, and ``words``."""
+        self.rows, self.words = rows, words
 
     def release(self):
         """Gives the tiles back: a thread without them is cheaper to switch."""

@@ -58,7 +58,7 @@ def kernels_of(
         yield latent_kernel, (paged,)
     else:
         span, rounds = attention.span_of(block_size), is_encoder and kind is np.uint16
-        yield attention.attention_kernel, (paged, span, rounds and attention.takes_pairs(paged, span, 2))
+        yield attention.attention_kernel, (paged, span, attention.takes_pairs(paged, span, 2, rounds))
         if is_encoder:
             yield texts.text_attention_kernel, (texts.rounds_text(rounds),)
             yield pooled_texts_kernel, ()

@@ -86,6 +86,7 @@ class Kernel:
     launch; in a recording it is set to 0 after it.
 
     Attributes:
+        name: of the body.
         address: of the machine code.
         packer: makes an argument block.
         fields: of that block.
@@ -98,7 +99,7 @@ class Kernel:
         self.address = CFunction(signature, body, CODE_FOLDER, error_model="numpy", fastmath=fastmath).address
         self.packer = fields.packer
         self.fields = fields
-        self._name = body.__name__
+        self.name = body.__name__
         self._counter = fields.offset(counter) if counter else 0
 
     def __call__(self, num_work_items: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
@@ -107,13 +108,13 @@ class Kernel:
         recording = current()
         if recording is not None:
             for place, (name, value) in enumerate(zip(self.fields.names, values)):
-                what = f"{name} of {self._name}"
+                what = f"{name} of {self.name}"
                 if place in self.fields.addresses:
                     recording.check(int(value), what)
                 else:
                     assert value < _NO_SIZE, f"{what} is an address: its name needs a star"
             packed = self.packer.pack(0, *values)
-            recording.add(self.address, packed, num_work_items, num_workers, explain, self._counter)
+            recording.add(self.address, packed, num_work_items, num_workers, explain, self._counter, self.name)
             return
         with pool.lock:
             self.packer.pack_into(_block, 0, 0, *values)

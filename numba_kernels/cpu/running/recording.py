@@ -103,6 +103,7 @@ class Recording:
         self._number = next_number()
         self._held: dict[int, tuple[object, int]] = {}  # by address: the owner that keeps it valid, and bytes
         self._launches: list[tuple[int, bytes, int, int, int, Explain | None]] = []
+        self.names: list[str] = []  # of the launches' kernels
         self._blocks = np.empty(0, np.uint8)
         self._program = np.empty((0, pool.PROGRAM_COLUMNS), np.int64)
         self._num_helpers = self._program_address = 0
@@ -119,11 +120,12 @@ class Recording:
 
     def add(
         self, function: int, arguments: bytes, num_work_items: int, num_workers: int, explain: Explain | None,
-        counter: int = 0,
+        counter: int = 0, name: str = "",
     ) -> None:  # fmt: skip
         """The next launch. ``arguments`` begin with the status, 0. ``counter``: bytes before the word that is set to 0
-        after it, if any."""
+        after it, if any. ``name``: the kernel's."""
         self._launches.append((function, arguments, num_work_items, num_workers, counter, explain))
+        self.names.append(name)
 
     def mark(self, number: int) -> None:
         """A replay can tell when the launches so far have run."""
@@ -132,7 +134,8 @@ class Recording:
     def keep(self, function: int) -> None:
         """Drops all marks, and all launches so far but those of one kernel, by its address."""
         self._marks.clear()
-        self._launches = [each for each in self._launches if each[0] == function]
+        kept = [place for place, each in enumerate(self._launches) if each[0] == function]
+        self._launches, self.names = [self._launches[place] for place in kept], [self.names[place] for place in kept]
 
     def lives_on(self, owner: _Numbered, address: int, size_bytes: int, what: str) -> None:
         """A kernel will read or write ``size_bytes`` at ``address``, which are valid as long as ``owner`` lives.
@@ -186,6 +189,7 @@ class Recording:
         self._run(begin, len(self._program))
 
     def _run(self, begin: int, end: int) -> None:
+        """Runs some launches (`bench profile` clocks each)."""
         with pool.lock:
             at = self._program_address + begin * _ROW_BYTES
             failed, status = pool.run_program(at, end - begin, self._num_helpers)

@@ -1,8 +1,8 @@
 """`bench profile`: a step's time by kernel and by part of the host's work.
 
-Steps run eagerly, one after another. On a GPU events surround each launch; on an emulated device each kernel's work is
-counted, and compared with the product's rates; on the cpu each operation is clocked. The host's parts are those of the
-engine's timeline.
+Steps run one after another, on GPUs eagerly. On a GPU events surround each launch; on an emulated device each kernel's
+work is counted, and compared with the product's rates; on the cpu each launch is clocked, of recorded steps, too. The
+host's parts are those of the engine's timeline.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import isfunction
-from types import ModuleType
 from typing import Any
 
-from runtime import ops
-from runtime.backends import cpu
+from numba_kernels.cpu.running.launch import Kernel
+from numba_kernels.cpu.running.recording import Recording, current
 from runtime.bench.environment import finished
 from runtime.bench.kernels.counted import Counts, counting
 from runtime.bench.load.samples import random_prompts
@@ -31,12 +29,8 @@ from runtime.engine.engine import Engine
 from runtime.engine.timeline import StepRecord
 
 HOST_PARTS = ("schedule", "prepare", "run", "commit")
-_OF_OTHERS = "linear_glu", "normed_route"  # made of operations that are clocked
-CPU_OPERATIONS = tuple(
-    name
-    for name in (*ops.__all__, "activate", "join_columns", "scale_logits")
-    if isfunction(getattr(cpu, name, None)) and name not in _OF_OTHERS
-)
+CPU_PRODUCTS = "linear", "experts", "head_maps"
+"""The cpu's kernels that multiply by weights."""
 ISSUES_PER_CLOCK = 4
 """Warp instructions that a multiprocessor issues in a clock at most: one for each of its four schedulers."""
 
@@ -55,39 +49,33 @@ Ledger = dict[str, Spent]
 
 @contextmanager
 def _clocked(ledger: Ledger) -> Iterator[None]:
-    """Clocks the cpu's operations. A nested one counts for the outermost."""
-    depth = [0]
+    """Clocks the cpu's launches, those of recordings one by one, which costs about a microsecond each."""
+    call, replay = Kernel.__call__, Recording._run
 
-    def clock(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(operation)
-        def run(*arguments: Any, **keywords: Any) -> Any:
-            depth[0] += 1
-            start = time.perf_counter()
-            try:
-                return operation(*arguments, **keywords)
-            finally:
-                depth[0] -= 1
-                if depth[0] == 0:
-                    spent = ledger.setdefault(name, Spent())
-                    spent.runs += 1
-                    spent.seconds += time.perf_counter() - start
+    def timed(name: str, work: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        work()
+        spent = ledger.setdefault(name, Spent())
+        spent.runs += 1
+        spent.seconds += time.perf_counter() - start
 
-        return run
+    def launched(kernel: Kernel, *arguments: Any, **keywords: Any) -> None:
+        work = functools.partial(call, kernel, *arguments, **keywords)
+        if current() is None:
+            timed(kernel.name, work)
+        else:
+            work()
 
-    with ExitStack() as stack:
-        for name in CPU_OPERATIONS:
-            stack.enter_context(_replaced(cpu, name, clock))
-        yield
+    def replayed(recording: Recording, begin: int, end: int) -> None:
+        for number in range(begin, end):
+            timed(recording.names[number], functools.partial(replay, recording, number, number + 1))
 
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, wrap: Callable[[str, Callable[..., Any]], Any]) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, wrap(name, before))
+    for kind, name, method in ((Kernel, "__call__", launched), (Recording, "_run", replayed)):
+        setattr(kind, name, method)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        Kernel.__call__, Recording._run = call, replay  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -155,9 +143,10 @@ def _watched(engine: Engine, ledger: Ledger) -> Iterator[None]:
 def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int, seed: int = 0) -> dict[str, Any]:
     """Profiles the prefill of `batch` prompts and then `num_steps` decode steps of all of them.
 
-    The engine runs its plain loop, eagerly: overlap "off", decode_graphs "off". Returns {"phases": {"prefill": ...,
-    "decode": ...}, ...}: of each phase its "steps", "host" (milliseconds a step by part), and "work": of each kernel
-    "runs" and either "ms", over all steps, or the counts and "bound_ms", the emulated product's lower bound.
+    The engine runs its plain loop, on GPUs eagerly: overlap "off", decode_graphs "off". Returns {"phases": {"prefill":
+    ..., "decode": ...}, ...}: of each phase its "steps", "host" (milliseconds a step by part), and "work": of each
+    kernel "runs" and either "ms", over all steps, or the counts and "bound_ms", the emulated product's lower bound; on
+    the cpu "products_share", of products with weights in all launches.
 
     Raises BenchmarkError for sizes below 1 or beyond the engine's limits, another loop, or steps that are not all
     decodes.
@@ -165,8 +154,8 @@ def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int
     for name, value in (("batch", batch), ("prompt_len", prompt_len), ("num_steps", num_steps)):
         if value < 1:
             raise BenchmarkError(f"{name} is {value}, must be at least 1")
-    limits = engine.limits
-    if engine.overlaps or local(engine).graphs is not None:
+    limits, on_cpu = engine.limits, local(engine).model.device.kind == "cpu"
+    if engine.overlaps or (local(engine).graphs is not None and not on_cpu):
         raise BenchmarkError('a profile needs the plain loop without graphs: overlap="off", decode_graphs="off"')
     output_len = num_steps + 4
     if prompt_len + output_len > limits.max_model_len or batch > limits.max_num_seqs:
@@ -230,7 +219,10 @@ def _phase(engine: Engine, ledger: Ledger, records: Sequence[StepRecord]) -> dic
     for line in work:
         line["share"] = line[key] / total if total else 0.0
     work.sort(key=lambda line: -line["share"])
-    return {"steps": len(records), "tokens": sum(each.num_tokens for each in records), "host": host, "work": work}
+    found = {"steps": len(records), "tokens": sum(each.num_tokens for each in records), "host": host, "work": work}
+    if local(engine).model.device.kind == "cpu":
+        found["products_share"] = sum(line["share"] for line in work if line["name"] in CPU_PRODUCTS)
+    return found
 
 
 def _bound_ms(engine: Engine, counted: dict[str, int]) -> float:
@@ -249,6 +241,11 @@ def as_lines(report: dict[str, Any]) -> list[str]:
     for name, phase in report["phases"].items():
         host = ", ".join(f"{part} {phase['host'][f'{part}_ms']:,.3f}" for part in HOST_PARTS)
         lines += [f"{name}: {phase['steps']} steps, {phase['tokens']} tokens", f"  host (ms a step): {host}"]
+        if "products_share" in phase:
+            share, kernels_ms = phase["products_share"], sum(line["ms"] for line in phase["work"]) / phase["steps"]
+            lines.append(
+                f"  launches: {kernels_ms:,.3f} ms a step, of it {1 - share:.1%} besides products with weights"
+            )
         is_counted = report["measured_by"] == "counts"
         heads = ("instructions", "MB moved", "MFLOP", "bound ms") if is_counted else ("ms a step",)
         lines.append(f"  {'':<52}{'runs':>7}" + "".join(f"{head:>14}" for head in heads) + f"{'share':>8}")

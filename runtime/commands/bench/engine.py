@@ -27,6 +27,7 @@ _overhead = later("runtime.bench.scheduling.overhead")
 _llm = later("runtime.llm")
 _bench_kernels = later("runtime.bench.kernels.bench_kernels")
 _step_profile = later("runtime.bench.kernels.step_profile")
+_device = later("runtime.device.device")
 _load = later("runtime.text.load")
 _make_engine = later("runtime.engine.make_engine")
 _traces = later("runtime.bench.load.traces")
@@ -223,7 +224,9 @@ def profile(
     plot: Annotated[Path | None, typer.Option(help="Draw the shares to this SVG.")] = None,
 ) -> None:
     """Profile a step's time by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
-    arguments = engine.arguments() | {"overlap": "off", "decode_graphs": "off"}
+    arguments = engine.arguments() | {"overlap": "off"}
+    if _device.Device.parse(arguments.get("device", "auto")).kind != "cpu":
+        arguments["decode_graphs"] = "off"
     report = _step_profile.bench_profile(
         _make_engine.build_engine(**arguments),
         batch=batch_size,

@@ -8,6 +8,7 @@ import pytest
 from numba_kernels.cpu.attention import kernel as kernels
 from runtime import ops
 from runtime.backends import cpu_threads
+from runtime.dtype import PAGES, DType
 from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, PagedCase, normal, paged_case, tensor
 from tests.oracles import attention as oracle
@@ -44,6 +45,11 @@ def _attend(case: PagedCase, scale: float, window: int | None = None) -> np.ndar
     return out.numpy().reshape(case.queries.shape)
 
 
+def _takes_pairs(dtype: np.dtype, block_size: int, head_dim: int) -> bool:
+    """Whether queries and weights are rounded to bfloat16: with AMX beside pages of that type."""
+    return kernels.takes_pairs(PAGES[DType.parse(dtype)], kernels.span_of(block_size), head_dim, False)
+
+
 def _expected(case: PagedCase, scale: float, window: int | None = None) -> np.ndarray:
     rows = [
         oracle.attention(case.queries[case.query_rows(seq)], keys, values, scale, window)
@@ -60,7 +66,8 @@ def test_equals_float64(chunks, heads, kv_heads, head_dim, block_size, window, d
         rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
     )
     scale = head_dim**-0.5
-    assert relative_error(_attend(case, scale, window), _expected(case, scale, window)) < 1e-5
+    error = relative_error(_attend(case, scale, window), _expected(case, scale, window))
+    assert error < (1e-2 if _takes_pairs(dtype, block_size, head_dim) else 1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 9, 40])
@@ -100,7 +107,7 @@ def test_encoders_rounded_to_bfloat16(chunks, heads, kv_heads, head_dim, window)
     exact = _attend(case, 0.3, window)
     case.batch.may_round = True
     rounded = _attend(case, 0.3, window)
-    if not kernels.takes_pairs(np.float32, kernels.span_of(16), head_dim):
+    if not kernels.takes_pairs(np.float32, kernels.span_of(16), head_dim, True):
         np.testing.assert_array_equal(rounded, exact)
         return
     assert 1e-5 < relative_error(rounded, exact) < 1e-2
@@ -160,7 +167,7 @@ def test_whole_texts(counts, heads, head_dim, may_round, has_bias, monkeypatch):
         np.testing.assert_array_equal(attend([(0, count)], rows[at : at + count].copy()), out[at : at + count])
         at += count
     error = relative_error(out, np.concatenate(expected))
-    rounds = may_round and kernels.takes_pairs(np.float32, kernels.span_of(16), head_dim)
+    rounds = kernels.takes_pairs(np.float32, kernels.span_of(16), head_dim, may_round)
     assert (1e-5 < error < 2e-2) if rounds else error < 1e-5
     monkeypatch.setattr(cpu_threads, "_num_workers", 1)
     np.testing.assert_array_equal(attend(chunks, rows), out)
@@ -217,39 +224,52 @@ def test_soft_caps(softcap, scale, window):
         assert relative_error(out.reshape(case.queries.shape), np.concatenate(rows)) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES[::2], ids=str)
 @pytest.mark.parametrize("block_size", [8, 16])
-def test_pages_behind_a_window_may_be_given_up(block_size):
+def test_pages_behind_a_window_may_be_given_up(block_size, dtype):
     """Whatever their block table's entries name then, here a page of NaN, reaches no result."""
     chunks = [(150, 40), (200, 1), (1500, 1)]
-    case = paged_case(np.random.default_rng(8), chunks, heads=4, kv_heads=2, head_dim=24, block_size=block_size)
+    case = paged_case(
+        np.random.default_rng(8), chunks, heads=4, kv_heads=2, head_dim=24, block_size=block_size, dtype=dtype
+    )
+    most = 1e-2 if _takes_pairs(dtype, block_size, 24) else 1e-5
     table = case.batch.block_tables[0].array
     k_pages = case.cache.layer(0)[0].array
     nobody = next(block for block in range(len(k_pages)) if np.isnan(k_pages[block]).all())
     for window in (100, 37, 1):
         for seq, (context, _) in enumerate(chunks):
             table[seq, : max(0, context + 1 - window) // block_size] = nobody
-        assert relative_error(_attend(case, 0.2, window), _expected(case, 0.2, window)) < 1e-5
+        assert relative_error(_attend(case, 0.2, window), _expected(case, 0.2, window)) < most
 
 
-def test_a_row_is_the_same_alone_chunked_and_in_any_batch():
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES[::2], ids=str)
+@pytest.mark.parametrize(("head_dim", "window", "size"), [(24, None, 1.0), (80, 37, 1.0), (32, None, 2.0**-64)])
+def test_a_row_is_the_same_alone_chunked_and_in_any_batch(head_dim, window, size, dtype):
+    """Products of the smallest numbers are subnormal, and so are half of the values."""
     rng = np.random.default_rng(0)
     chunks = [(0, 150), (80, 1), (10, 30)]
-    case = paged_case(rng, chunks, heads=6, kv_heads=2, head_dim=24)
-    whole = _attend(case, 0.2)
+    case = paged_case(rng, chunks, heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    case.queries *= size
+    for pages, power in zip(case.cache.layer(0), (1, 2)):
+        pages.array[...] = pages.array * np.float32(size) ** power
+    whole = _attend(case, 0.2, window)
     tables, queries = case.batch.block_tables[0].array, case.queries
     for seq, first, last in ((0, 0, 1), (0, 3, 90), (0, 90, 150), (0, 149, 150), (1, 0, 1), (2, 5, 30)):
-        alone = paged_case(rng, [(chunks[seq][0] + first, last - first)], heads=6, kv_heads=2, head_dim=24)
+        chunk = chunks[seq][0] + first, last - first
+        alone = paged_case(rng, [chunk], heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
         start = case.query_rows(seq).start
         alone.cache, alone.queries = case.cache, queries[start + first : start + last].copy()
         alone.batch.block_tables = (tensor(tables[seq : seq + 1].copy()),)
-        np.testing.assert_array_equal(_attend(alone, 0.2), whole[start + first : start + last])
+        np.testing.assert_array_equal(_attend(alone, 0.2, window), whole[start + first : start + last])
 
 
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES[::2], ids=str)
 @pytest.mark.parametrize("window", [None, 1300])
-def test_long_decodes_are_split_and_merged_to_the_same_bits(window, monkeypatch):
-    case = paged_case(np.random.default_rng(1), [(2600, 1)], heads=2, kv_heads=1, head_dim=16)
+def test_long_decodes_are_split_and_merged_to_the_same_bits(window, dtype, monkeypatch):
+    case = paged_case(np.random.default_rng(1), [(2600, 1)], heads=2, kv_heads=1, head_dim=16, dtype=dtype)
     split = _attend(case, 0.25, window)
-    assert relative_error(split, _expected(case, 0.25, window)) < 1e-5
+    error = relative_error(split, _expected(case, 0.25, window))
+    assert error < (1e-2 if _takes_pairs(dtype, 16, 16) else 1e-5)
     monkeypatch.setattr(cpu_threads, "_num_workers", 1)
     np.testing.assert_array_equal(_attend(case, 0.25, window), split)
 

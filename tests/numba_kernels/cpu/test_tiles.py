@@ -7,6 +7,7 @@ them. Compiling takes most of the time.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -22,6 +23,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import target
+from numba_kernels.cpu.attention import amx_pairs
+from numba_kernels.cpu.gemm import amx_tile
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.amx import Tiles
 from numba_kernels.cpu.intrinsics.dots import (
@@ -30,7 +33,7 @@ from numba_kernels.cpu.intrinsics.dots import (
     rounded_by_instruction,
     rounded_spelled_out,
 )
-from numba_kernels.cpu.layout import LAYOUTS
+from numba_kernels.cpu.layout import LAYOUTS, TILE_VECTORS
 from numba_kernels.cpu.running.launch import address_of
 from tests.selection import SIZES, TELLING
 
@@ -130,7 +133,7 @@ def test_a_tile_that_this_processor_lacks_is_an_error():
     assert "emulated_amx has its layout" in done.stderr
 
 
-@pytest.mark.skipif(not target._IS_X86, reason="an x86-64 instruction")
+@pytest.mark.skipif(not target.IS_X86, reason="an x86-64 instruction")
 def test_the_bfloat16_tile_assembles_to_its_instruction():
     """Assembled for a processor that has it, whatever this one has: EVEX.512.F3.0F38.W0 52 /r."""
     llvm.initialize_native_target()
@@ -150,7 +153,7 @@ def test_the_bfloat16_tile_assembles_to_its_instruction():
     assert len(found) == 1
 
 
-@pytest.mark.skipif(not target._IS_X86, reason="x86-64 instructions")
+@pytest.mark.skipif(not target.IS_X86, reason="x86-64 instructions")
 def test_tiles_of_amx_assemble_to_their_instructions():
     """Assembled for a processor that has them, whatever this one has: VEX.128.F3.0F38.W0 5C and 5E /r of the three
     registers that were named."""
@@ -174,6 +177,48 @@ def test_tiles_of_amx_assemble_to_their_instructions():
     registers = 0xC0 | 3 << 3 | 6  # sums and left; right is in the prefix, inverted
     for opcode in (0x5C, 0x5E):
         assert code.count(bytes([0xC4, 0xE2, (~7 & 15) << 3 | 2, opcode, registers])) == 1
+
+
+def _counted(emit, num_arguments):
+    """How often AMX's products, loads and stores stand in the assembly of ``emit(builder, *arguments)``."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [simd.I64] * num_arguments), "counted")
+    builder = ir.IRBuilder(function.append_basic_block())
+    emit(builder, *function.args)
+    builder.ret_void()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(cpu="sapphirerapids")
+    assembly = machine.emit_assembly(llvm.parse_assembly(str(module)))
+    return [len(re.findall(rf"\t{name}\s", assembly)) for name in ("tdpbf16ps|tdpbsud", "tileloadd", "tilestored")]
+
+
+@pytest.mark.skipif(not target.IS_X86, reason="x86-64 instructions")
+@pytest.mark.parametrize("tile", [amx_tile._PairTile, amx_tile._Int8Tile])
+def test_a_weight_in_a_register_is_not_loaded_again(tile):
+    """32 rows and a panel: both registers of rows, and each vector of the weight twice but for one."""
+
+    def emit(builder, rows, x, weight, *others):
+        made = tile(np.uint16, builder, rows=rows)
+        made.tiles = Tiles(builder, is_emulated=False)
+        made.tiles.configure(made.tile_rows, range(6), [6], [7], 16)
+        stride = ir.Constant(simd.I64, 64)
+        if tile is amx_tile._PairTile:
+            made._add(x, stride, weight)
+        else:
+            made.integers(x, stride, weight, 192, 64)
+
+    products, loads, _ = _counted(emit, 3)
+    assert products == 2 * TILE_VECTORS
+    assert loads == 2 + 2 * TILE_VECTORS - 1
+
+
+@pytest.mark.skipif(not target.IS_X86, reason="x86-64 instructions")
+def test_attention_by_amx_assembles(monkeypatch):
+    """Scores of 32 and of 64 tokens; values of four vectors of columns and of one, whose sums come from memory."""
+    monkeypatch.setattr(amx_pairs, "Tiles", functools.partial(Tiles, is_emulated=False))
+    assert _counted(amx_pairs.tile_scores, 7) == [2 + 4, 1 + 2 + 1 + 4, 2 + 4]
+    assert _counted(amx_pairs.tile_values, 8) == [4 + 1, 4 + 1 + 4 + 1 + 1 + 1, 4 + 1]
 
 
 def test_the_emulated_product_of_pairs_flushes_subnormals_and_adds_two_chains():

@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from runtime.backends import cpu
-from runtime.bench.kernels.step_profile import CPU_OPERATIONS, HOST_PARTS, as_lines, bench_profile
+from numba_kernels.cpu.running.launch import Kernel
+from numba_kernels.cpu.running.recording import Recording
+from runtime.bench.kernels.step_profile import HOST_PARTS, as_lines, bench_profile
 from runtime.bench.metrics import BenchmarkError
 from runtime.cli import app
 from runtime.device.gpu import Gpu
@@ -60,20 +61,24 @@ def check(report: dict[str, Any]) -> None:
 def test_experts_are_clocked(tmp_path: Path) -> None:
     report = profile(write_model(tmp_path / "experts", load_golden("gemma4_moe_odd")), "cpu")
     work = {line["name"]: line for line in report["phases"]["decode"]["work"]}
-    assert work["experts"]["runs"] == work["route"]["runs"] == 3 * 3  # layers x steps
+    assert work["experts"]["runs"] == 2 * work["route"]["runs"] == 2 * 3 * 3  # two launches, layers x steps
 
 
-def test_the_cpus_operations_are_clocked(folder: Path) -> None:
-    before = {name: getattr(cpu, name) for name in CPU_OPERATIONS}
-    report = profile(folder, "cpu")
+@pytest.mark.parametrize("decode_graphs", ["on", "off"])
+def test_the_cpus_launches_are_clocked(folder: Path, decode_graphs: str) -> None:
+    before = vars(Kernel)["__call__"], vars(Recording)["_run"]
+    engine = engine_of(folder, "cpu", decode_graphs=decode_graphs)
+    report = bench_profile(engine, batch=2, prompt_len=9, num_steps=3)
     check(report)
     assert report["measured_by"] == "clocks"
     work = {line["name"]: line for line in report["phases"]["decode"]["work"]}
     assert work["attention"]["runs"] == 2 * 3  # layers x steps
     assert work["linear"]["runs"] == (4 * 2 + 1) * 3  # and the output head
-    assert work["sample"]["runs"] == 3
+    assert work["sampling"]["runs"] == 3
     assert all(line["ms"] > 0 for line in work.values())
-    assert before == {name: getattr(cpu, name) for name in before}
+    assert report["phases"]["decode"]["products_share"] == work["linear"]["share"]
+    assert "besides products with weights" in "\n".join(as_lines(report))
+    assert (vars(Kernel)["__call__"], vars(Recording)["_run"]) == before
 
 
 @pytest.mark.emulator
