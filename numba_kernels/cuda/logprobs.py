@@ -136,8 +136,8 @@ def _kernel() -> Specialisation:
                 memory.store_f32(best_logprobs + uint64(thread) * uint64(4), log_sum)
         elif top_n > uint32(0):
             lowest, _, _ = find_lowest(
-                (row, uint32(0), num_quads, vocab), largest, uint64(LOWEST), uint64(top_n), float32(1.0), False, False,
-                False, uint32(TOO_MANY), search, uint32(0),
+                (row, uint32(0), num_quads, vocab), largest, uint64(LOWEST), uint64(top_n), float32(1.0),
+                (False, False, False), (uint32(TOO_MANY), uint32(0)), search,
             )  # fmt: skip
             # All from it on, in any order.
             if thread == uint32(0):

@@ -42,7 +42,7 @@ from numba_kernels.cuda.gemm.rings.few_packed import maps_of, packed_weight
 from numba_kernels.cuda.gemm.rings.few_weights import ARCH, BLOCK_ROWS, WIDTHS, Block, plain_weight
 from numba_kernels.cuda.gemm.rings.sums_out import sums_finisher
 from numba_kernels.cuda.gemm.skinny_shape import COLUMNS, MAX_ROWS
-from numba_kernels.cuda.gemm.weight_stream import TILE_COLUMNS
+from numba_kernels.cuda.gemm.weight_stream import TILE_COLUMNS, settles
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
@@ -124,8 +124,11 @@ def kernel(
         takes_adapters=takes_adapters, has_own_rows=True,
     )  # fmt: skip
     leave_scales, expand = scales_leaver(4), tiles.expander(dtype) if takes_adapters else None
-    # A gated unit of 32 rows with adapters has not enough registers in half of a multiprocessor.
-    takes_half = not (takes_adapters and is_gated and width == riding.MAX_ROWS)
+    # Half of a multiprocessor has not enough registers for adapters on 32 rows of a gated unit, or of 4 bits whose
+    # numbers have factors or zero points of their own.
+    packing = layout.packing
+    has_factors = packing is not None and packing.steps == 4 and not (settles(packing, 2) and not packing.has_zeros)
+    takes_half = not (takes_adapters and (is_gated or has_factors) and width == riding.MAX_ROWS)
     of_multiplying, of_others = _REGISTERS.get((is_packed, takes_adapters, width), (0, 0)) if takes_half else (0, 0)
     moves_registers, gets_more = of_multiplying > 0, of_multiplying > of_others
     set_multiplying = set_registers(of_multiplying, is_more=gets_more)
