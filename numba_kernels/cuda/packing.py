@@ -68,7 +68,8 @@ class Packing:
         is_right = self.element in BITS and self.group in GROUPS and bool(self.group) == bool(self.scale)
         is_right = is_right and not (self.has_zeros and (self.element not in INTEGERS or self.scale != "value"))
         is_right = is_right and (self.scale in ("", "value") or self.element == "e2m1")
-        if not is_right or (self.group == 16 and self.scale != "e4m3"):
+        is_byte = self.scale in ("exponent", "e4m3")  # a lane loads whole words of them
+        if not is_right or (self.group == 16 and self.scale != "e4m3") or (is_byte and self.group == 128):
             raise ValueError(f"packing: there is none of {self}")
 
     @property

@@ -59,7 +59,7 @@ def _packing_of(layout: QuantizedLayout) -> Packing | None:
         return Packing(element, GROUPS[-1], "value", True) if layout.has_zeros else Packing(element)
     kind = "exponent" if layout.scale == _EXPONENTS else "e4m3" if layout.scale == _E4M3 else ""
     kind = kind if element == "e2m1" else ""
-    if size == 16 and kind != "e4m3":
+    if (size == 16 and kind != "e4m3") or (kind and size >= GROUPS[-1]):
         return None
     return Packing(element, min(size, GROUPS[-1]), kind or "value", layout.has_zeros)
 

@@ -67,6 +67,7 @@ _INSTRUCTIONS: dict[str, dict[int, tuple[int, ...]]] = {
 }
 """Machine instructions of a warp for 4 KB of a weight, by the slots of a ring's stage and `row_counts`; 0: without a
 ring. They are those of the loop, without a tile's end."""
+_COUNTED = {"u4": "u4_g32", "u8": "u8", "e4m3": "e4m3_g128", "e2m1": "e2m1_g32_exponents"}  # for others, by element
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
 _SHARED_BYTES = {"sm_80": 162 << 10, "sm_90a": 225 << 10, "sm_100a": 225 << 10}  # of a block, less what ptxas rounds up
 _LEAST_SHARED_BYTES = 98 << 10  # on other architectures
@@ -374,7 +375,8 @@ def instructions_of(kernel: Specialisation) -> int:
     weight, rows = str(kernel.constants["weight"]), int(kernel.constants["rows"])
     packing = packing_of(weight)
     assert packing is not None
-    return _INSTRUCTIONS[weight][int(kernel.constants["ring_slots"])][row_counts(packing).index(rows)]
+    counts = _INSTRUCTIONS.get(weight) or _INSTRUCTIONS[_COUNTED[packing.element]]
+    return counts[int(kernel.constants["ring_slots"])][row_counts(packing).index(rows)]
 
 
 def seconds(product: Product, machine: Machine) -> float:

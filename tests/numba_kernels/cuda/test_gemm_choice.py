@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper, product, skinny
+from numba_kernels.cuda.intrinsics.element_types import INTEGERS
+from numba_kernels.cuda.packing import GROUPS, Packing
 from runtime.bench.kernels.counted import SECTOR_BYTES, counting
 from runtime.emulator.driver.architectures import H200
 from tests.numba_kernels.cuda.gemm_cases import case, plan
@@ -66,3 +71,27 @@ def test_what_tiers_read_of_the_cache_is_what_the_emulator_counts(gpu):
         with counting(gpu) as counted:
             arrays.check(arrays.run_launch(gpu, launch))
         assert counted.sectors * SECTOR_BYTES == expected + 2 * m * n, launch.specialisation.name
+
+
+def every_packing() -> list[str]:
+    """The names of all packings that there may be, published or not."""
+    names = []
+    for element, group, scale, has_zeros in itertools.product(
+        (*INTEGERS, "e4m3", "e2m1"), GROUPS, ("", "value", "exponent", "e4m3"), (False, True)
+    ):
+        with contextlib.suppress(ValueError):
+            names.append(Packing(element, group, scale, has_zeros).name)
+    return names
+
+
+@pytest.mark.parametrize("arch", [*product.RATES, "sm_87"])
+@pytest.mark.parametrize("weight", every_packing())
+def test_every_packing_has_a_tier_and_a_launch_for_any_rows(weight, arch):
+    """The tiers' models know packings that nobody has counted."""
+    machine = gemm.machine_of(arch)
+    for x, m in itertools.product(("bf16", "f16"), (1, 2, 3, 5, 8, 16, 32, 64, 300, 2048)):
+        for activation in ("", "silu"):
+            each = gemm.Product(m, 512, 1024, x, weight, epilogue=gemm.Epilogue(activation=activation))
+            if gemm.can_read(each, machine):
+                assert gemm.plan(each, machine) is not None or activation
+                assert 0.0 < gemm.modelled_s(each, machine) < 1.0
