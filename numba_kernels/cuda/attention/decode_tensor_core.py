@@ -15,8 +15,8 @@ tile's page is looked up once, for K and V, and a turn ahead.
 Sums are rescaled only where a warp has found a larger score: else the factor is 1, and the bits are the same.
 
 **One token a sequence.** With a `HeadForm` the block prepares its queries itself, from the projection's rows
-(`prepared_heads`), and the block of a sequence's last part its key and value. Warps ask for their first tiles before
-that, except the one whose tiles hold the new key: it waits for the block's barrier after the stores.
+(`prepared_heads`), and the block whose run has the newest key stores that key and its value. Warps ask for their first
+tiles before that, except the one whose tiles hold it: it waits for the block's barrier after the stores.
 """
 
 from __future__ import annotations
@@ -189,15 +189,15 @@ def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: Head
         """A warp's keys of a segment, the sequence's row of the table, whether a first tile has the key that the block
         stores, and whether it stores one."""
         seq, query_len, seq_len, first_key, num_keys = segment_in(state, slot)
-        _, part, num_parts, _, first_row, rows = tile_in(state, slot)
+        _, _, _, _, first_row, rows = tile_in(state, slot)
         last_row = uint32(minimum_u32(uint32(first_row + uint32(num_rows)), rows) - uint32(1))
         end = visible_end(seq_len, query_len, divide_u32(last_row, share))
         seen, turn, stop = bound(seq_len, query_len, share, window, first_row, end, first_key, uint32(0), num_keys)
         key = uint32(turn + uint32(uint32(cuda.threadIdx.x) >> uint32(5)) * uint32(NUM_KEYS))
         is_late, is_newest = False, False
         if prepares:
-            is_newest = uint32(part + uint32(1)) == num_parts
             newest = uint32(seq_len - uint32(1))
+            is_newest = uint32(newest - first_key) < num_keys  # a later part may have no keys
             distance = minimum_u32(uint32(newest - key), uint32(newest - key - uint32(turn_keys)))
             is_late = is_newest and distance < uint32(NUM_KEYS)
         return (key, turn, seen, stop), uint64(seq) * uint64(table_width), is_late, is_newest

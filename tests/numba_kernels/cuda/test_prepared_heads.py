@@ -34,6 +34,7 @@ CASES = (
     Case((700, 0)),
     Case((640, 3, 258, 64, 0), share=8, kv_heads=1),
     Case((63, 0), share=1, kv_heads=3),
+    Case((140, 4, 7, 9, 0), kv_heads=1),  # a run ends between a short sequence's keys and its turn without any
 )
 WINDOWS = (
     Case((300, 20, 0), window=17, has_sinks=True),
