@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from runtime.device.errors import CaptureError
+from runtime.device.errors import LaunchError
 from runtime.engine.steps.recorder import Recorder, Recording, Recordings
+from runtime.errors import DeviceError, OutOfMemoryError
 
 MOST_SIZES = 4
 MOST_PATCHES = 4096
@@ -100,10 +101,19 @@ class TowerRecordings:
         if self._sizes.has_given_up:
             work()
             return None
+        done = 0
+
+        def counted() -> None:
+            nonlocal done
+            work()
+            done += 1
+
         try:
-            recording: Recording = self._recorder.record(work)
-        except CaptureError as error:  # the work is done: it runs before it is recorded
+            recording: Recording = self._recorder.record(counted)
+        except (DeviceError, OutOfMemoryError) as error:
             self._sizes.give_up("this model's tower is not recorded", error)
+            if not done or isinstance(error, LaunchError):  # else the work is done: it runs before it is recorded
+                raise
             return None
         return recording
 

@@ -14,6 +14,7 @@ from runtime.device.device import Device
 from runtime.device.errors import CaptureError
 from runtime.engine.steps.recorder import Recording, open_recorder
 from runtime.engine.steps.tower_recordings import MOST_PATCHES, MOST_SIZES, TowerRecordings
+from runtime.errors import OutOfMemoryError
 from tests.models.golden_weights import golden_tensor
 from tests.models.vision import cases, square_cases
 
@@ -66,7 +67,8 @@ class HostRecorder:
     """Replays work by doing it again; `replays` counts."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.replays, self.fails = Device.parse(device), 0, False
+        self.device, self.replays = Device.parse(device), 0
+        self.error: Exception | None = None
         self._gpu = None if self.device.kind == "cpu" else open_recorder(self.device)
 
     def record(self, work: Callable[[], None]) -> Recording:
@@ -74,8 +76,8 @@ class HostRecorder:
             recording = self._gpu.record(work)
             return Counted(self, recording.replay, recording.release)
         work()
-        if self.fails:
-            raise CaptureError("no recordings")
+        if self.error is not None:
+            raise self.error
         return Counted(self, work, lambda: None)
 
 
@@ -132,7 +134,8 @@ def test_recorded_sizes_change_no_bit(tmp_path: Path, case: str, device: str) ->
     assert encoded_bytes(model, recordings, pictures[0]) == expected[0]
 
 
-def test_recorded_sizes_are_few_and_one_pictures_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [CaptureError("no recordings"), OutOfMemoryError("no memory for recordings")])
+def test_recorded_sizes_are_few_and_one_pictures_at_a_time(error: Exception) -> None:
     recorder = HostRecorder("cpu")
     recordings = recordings_of(recorder)
     assert recordings.begin((4, 4), -1) is None, "the first picture of a size"
@@ -148,12 +151,25 @@ def test_recorded_sizes_are_few_and_one_pictures_at_a_time(tmp_path: Path) -> No
     assert recordings.begin((4, 4), 0) is None, "it has an adapter"
     assert recordings.begin((MOST_PATCHES, 2), -1) is None
     assert recordings.begin((4, 4), -1) is size
-    recorder.fails = True
+    recorder.error = error
     size.run(lambda: done.append(2))  # recorded in vain: done once all the same
     size.run(lambda: done.append(3))
     size.end(is_complete=True)
     assert done == [1, 2, 3]
     assert recordings.begin((4, 4), -1) is None, "it cannot be recorded"
+
+    recordings = recordings_of(recorder)
+    for _ in range(2):
+        if (size := recordings.begin((4, 4), -1)) is not None:
+            size.end(is_complete=True)
+    size = recordings.begin((4, 4), -1)
+    assert size is not None
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):  # the work itself fails: the picture's rows are not there
+        size.run(fail)
 
     recordings = recordings_of(HostRecorder("cpu"))
     sizes = [(2, number) for number in range(MOST_SIZES + 1)]
