@@ -72,12 +72,18 @@ def spawn(command: Sequence[str], descriptor: int, *inherited: int) -> subproces
         asked = (arguments, dict(os.environ), os.getcwd(), sorted(os.sched_getaffinity(0)), descriptors)
         libc = ctypes.CDLL(None)
         libc.prctl(SUBREAPER, 1, 0, 0, 0)  # the fork server's child ends, and the child of that becomes ours
+        pid = b""
         try:
             socket.send_fds(connection, [json.dumps(asked).encode()], descriptors)
-            pid = int(connection.recv(MOST_BYTES))
+            pid = connection.recv(MOST_BYTES)
         finally:
             libc.prctl(SUBREAPER, 0, 0, 0, 0)
-    return ForkedProcess(command, pid)
+            if not pid:  # other tests get another server
+                del _servers[os.environ.get(THREADS)]
+                connection.close()
+        if not pid:
+            raise OSError(f"the tests' fork server has made no process of {command}; stderr tells why")
+    return ForkedProcess(command, int(pid))
 
 
 def _running_server() -> tuple[socket.socket, dict[str, str]]:
@@ -123,8 +129,9 @@ def serve(connection: socket.socket) -> list[str]:
                 os.close(each)
             return _become(descriptors, *json.loads(data))
         os.waitpid(middle, 0)
+        os.close(pid_write)  # else a process that could not be forked would be waited for
         connection.send(os.read(pid_read, 20))
-        for each in (pid_read, pid_write, go_read, go_write, *descriptors):
+        for each in (pid_read, go_read, go_write, *descriptors):
             os.close(each)
 
 

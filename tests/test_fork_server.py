@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 from runtime.engine.process.main import EXIT_SERVER_GONE
 from runtime.engine.process.spawning import connected_process
 from runtime.own_packages import python_module
+from tests import fork_server
 from tests.waiting import TIMEOUT_S, wait_until
 
 LIGHT = python_module("tests.runtime.engine.light_engine")
@@ -38,3 +40,13 @@ def test_a_kill_is_told() -> None:
     process.kill()
     assert process.wait(TIMEOUT_S) == -9
     connection.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all processes are started")
+def test_a_server_that_has_ended_fails_one_test_alone() -> None:
+    fork_server._running_server()[0].shutdown(socket.SHUT_RDWR)
+    with pytest.raises(OSError):
+        connected_process(LIGHT)
+    connection, process = connected_process(LIGHT)
+    connection.close()
+    assert process.wait(TIMEOUT_S) == EXIT_SERVER_GONE

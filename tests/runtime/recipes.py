@@ -22,8 +22,8 @@ assert runtime.__path__[0].startswith({root!r}), runtime.__path__
 def apply(name: str, root: Path) -> None:
     """Copies the code to a folder and applies a file of examples: below a file's name, lines ("-", " ") become others
     ("+", " ")."""
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, root / room)  # with the bytecode, which goes by size and time
+    for room in ROOMS:  # with the bytecode, which goes by size and time, but not what others are writing
+        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("*.pyc.*"))
     recipe = (ROOT / "docs" / "examples" / name).read_text(encoding="utf-8")
     for hunk in recipe.rstrip("\n").split("\n\n"):
         changed, *lines = hunk.split("\n")
