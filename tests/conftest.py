@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import ssl
 from collections.abc import Callable, Iterator
@@ -173,14 +172,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if _budget.names:
         terminalreporter.write_line(str(_budget), red=is_over_budget(_budget, config))
-
-
-@pytest.fixture(autouse=True)
-def logs_are_heard() -> None:
-    """A server that a test started in this process may have left a level above warnings, which other tests wait for."""
-    logger = logging.getLogger("xserv")
-    if logger.level > logging.WARNING:
-        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
