@@ -27,7 +27,7 @@ from runtime.engine.process import spawning
 from runtime.own_packages import python_module
 
 PRELOADED = ("numba", "runtime.engine.process.main", "runtime.engine.ranks.main")
-"""What all engines import before they count processors."""
+"""What every engine imports before it counts processors."""
 ALSO_PRELOADED = (
     "runtime.engine.process.compile_ahead", "runtime.engine.process.thread_client", "runtime.engine.make_engine",
     "runtime.engine.ranks.rank_process", "runtime.engine.transfer.joining", "runtime.backends.cpu",

@@ -351,13 +351,13 @@ def linear_glu(
     (rows, depth), width = x.shape, weight.shape[0]
     if low_rank is None and isinstance(weight, PanelWeight) and rows > GEMM_ROWS:
         result = new((rows, width // 2))
-        for part, ordered in _parts_of(weight, x):
-            hold(part.panels, part.scales, part.bias)
-            _linear.multiply(
-                part.stored, ordered.address, part.panels_address, part.scales_address, part.bias_address, 0,
-                result.address, rows, depth, width, width // 2, num_workers(), part.num_segments or 1,
-                part.segment_step, gate=_activation.GATED.index(activation) + 1,
-            )  # fmt: skip
+        ((part, ordered),) = _parts_of(weight, x)
+        hold(part.panels, part.scales, part.bias)
+        _linear.multiply(
+            part.stored, ordered.address, part.panels_address, part.scales_address, part.bias_address, 0,
+            result.address, rows, depth, width, width // 2, num_workers(), part.num_segments or 1,
+            part.segment_step, gate=_activation.GATED.index(activation) + 1,
+        )  # fmt: skip
         return result
     return glu(linear(x, weight, None, None, float32, low_rank=low_rank), activation)
 

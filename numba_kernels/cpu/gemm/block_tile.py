@@ -47,9 +47,9 @@ _PARTS_A_VECTOR = LANES // PART
 def is_one_stream(block: Block) -> bool:
     """Whether a block's lines are read in order, so that hardware prefetching works.
 
-    On Zen 4 a prefetch of each line would then occupy the loads' line fill buffers, and every fourth is enough. Zen 3
-    and 5 need one for each: Q4_0 went from 8.8 to 16.6 GB/s on Zen 3, Q8_0 from 70 to 84 % of the read rate on Zen 5.
-    Long blocks, whose scales and planes are read in turns, need all their lines prefetched everywhere, and earlier."""
+    On Zen 4 a prefetch of each line would then occupy the loads' line fill buffers, so every fourth is, as on others
+    with byte products, not measured. Zen 3, without them, and Zen 5 need each: Q4_0 went from 8.8 to 16.6 GB/s, Q8_0
+    from 70 to 84 % of the read rate. Long blocks are read in turns: everywhere each line is prefetched, earlier."""
     return block.elements < 256
 
 
@@ -116,7 +116,7 @@ class BlockSums:
         self.x_words = x_words(self.block)
         streams = height < FEW_ROWS and is_one_stream(self.block)
         self.steps = 1 if streams else max(1, _CHUNK // self.block.elements)  # blocks at once
-        self.lines_a_prefetch = 4 if streams and PROCESSOR == "znver4" else 1
+        self.lines_a_prefetch = 4 if streams and DOT == "bytes" and PROCESSOR != "znver5" else 1
         self.is_signed = is_signed(self.block)
         self.short_words = short_words_of(self.block)
         # Signed bytes: a broadcast of x meets all columns of a vector, so many rows at a time.

@@ -114,7 +114,7 @@ class PictureStore:
         made = encoding.advance(num_rows)
         if made is not None:
             del self._encodings[slot]
-            if size is not None:  # the next picture overwrites what is kept
+            if size is not None:  # the next picture of this size writes over the kept arrays
                 made = tuple(each.clone() for each in made)
                 size.end(is_complete=True)
             self._made[slot] = made

@@ -161,7 +161,7 @@ def _picture(options: Options, side: int) -> Result:
     for number in range(2, 6):  # the last one is replayed
         again = [each.to("cpu").array.astype(np.float32) for each in recorded()]
         if not options.is_dry and not all(np.array_equal(*each) for each in zip(first, again, strict=True)):
-            raise AssertionError(f"the tower's embeddings are others the {number}. time")
+            raise AssertionError(f"the tower's embeddings differ in run {number}")
     usual = _times(options, gpu, lambda: tower(patches, (side, side)))
     by_graphs = _times(options, gpu, recorded)
     recordings.release()
