@@ -42,11 +42,8 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     prompt_ids = prompt_of("prompt", request.prompt_token_ids, info.vocab_size, info.max_model_len)
     request.params.validate(info.vocab_size)
     if request.params.extra_args is not None and not info.logits_processors:
-        raise RequestError(
-            "extra_args (vllm_xargs) are for logits processors, and the engine has none: start it with "
-            "logits_processors",
-            param="extra_args",
-        )
+        message = "extra_args (vllm_xargs) are for logits processors, and the engine has none: start it with "
+        raise RequestError(f"{message}logits_processors", param="extra_args")
     check_token_ids("eos_token_ids", request.eos_token_ids, info.vocab_size)
     if request.prediction:
         as_token_ids("prediction", request.prediction, info.vocab_size)
@@ -66,11 +63,8 @@ def record_of(request: EngineRequest, info: EngineInfo, prompt_ids: NDArray[np.i
     if room < 1:
         raise ContextLengthExceededError(len(prompt_ids), info.max_model_len)
     if params.min_tokens > room:
-        raise RequestError(
-            f"min_tokens={params.min_tokens} does not fit: a prompt of {len(prompt_ids)} tokens leaves "
-            f"{room} of the context of {info.max_model_len}",
-            param="min_tokens",
-        )
+        left = f"a prompt of {len(prompt_ids)} tokens leaves {room} of the context of {info.max_model_len}"
+        raise RequestError(f"min_tokens={params.min_tokens} does not fit: {left}", param="min_tokens")
     pictures = pictures_of(request.images, prompt_ids, info.images)
     return Request(
         request.request_id,

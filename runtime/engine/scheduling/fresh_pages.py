@@ -25,6 +25,10 @@ class FreshPages:
     def __init__(self, pages: PageBytes, pool: BlockPool) -> None:
         self._pages, self._pool = pages, pool
         self._ahead = [max(1, AHEAD_BYTES // sum(sizes)) for sizes in pages.page_bytes]
+        self.begin()
+
+    def begin(self) -> None:
+        """No page has memory: the cache was allocated."""
         self._ends = [0] * len(self._ahead)  # by pool: pages before have memory
         self._pieces: list[tuple[int, int, int, int]] = []  # pool, plane, first page, end
 

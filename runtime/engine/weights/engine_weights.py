@@ -124,6 +124,8 @@ class EngineWeights:
 
     def allocate_pages(self) -> None:
         self._engine.executor.allocate_pages()
+        if self._engine.fresh_pages is not None:
+            self._engine.fresh_pages.begin()
 
     def begin_again(self, request: Request) -> list[EngineOutput]:
         engine, source = self._engine, request.asked

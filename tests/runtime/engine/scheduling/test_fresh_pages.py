@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from runtime.dtype import float32
+from runtime.engine.config import EngineConfig
+from runtime.engine.make_engine import engine_of
 from runtime.engine.scheduling import fresh_pages
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.fresh_pages import FreshPages
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.kv.kinds import FULL
 from runtime.kv.page_bytes import PageBytes
+from tests.models.folders import GOLDENS
 
 
 class RecordedPages:
@@ -56,6 +59,17 @@ def test_pages_that_are_taken_next_get_memory(pages: RecordedPages) -> None:
     pool.allocate(8)
     enter_all(fresh)
     assert sorted(pages.entered) == [(0, 0, 7, 9), (0, 0, 9, 10), (0, 1, 7, 10)], "no more than there are"
+
+
+def test_an_engine_that_wakes_gives_its_pages_memory_again() -> None:
+    engine = engine_of(str(GOLDENS / "llama_default"), EngineConfig(num_blocks=16, load_format="dummy"))
+    fresh = engine.fresh_pages
+    assert fresh is not None
+    enter_all(fresh)
+    engine.weights.free_pages()
+    engine.weights.allocate_pages()
+    assert fresh.is_wanted, "the cache was allocated anew"
+    engine.close()
 
 
 def test_pages_get_none_where_little_is_free(pages: RecordedPages, monkeypatch: pytest.MonkeyPatch) -> None:
