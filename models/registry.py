@@ -33,7 +33,7 @@ from models.quantized.on_load import rounded_on_load
 from models.quantized.scheme import read_quantization, with_quantized
 from models.stages import balanced, counted
 from runtime.communicator import Communicator, Pipeline
-from runtime.dtype import DType, float32
+from runtime.dtype import DType, bfloat16, float32
 from runtime.errors import InvalidArgumentError
 from runtime.later import later
 from runtime.linear.kept import kept_format
@@ -259,6 +259,7 @@ def declare(
     else:
         source = files.checkpoint() if weights is None else _other_weights(files, said, weights, overrides, mmproj)
         dtype = source.main_dtype()
+        options = _with_usual_types(options, source, said)
         config, maker, model = _fitted(source, said, options, positions, dtype)
         if source.main_dtype() is not dtype:  # most elements are of buffers, which the model computes
             maker, model = _declared(config, options, positions, source.main_dtype())
@@ -268,6 +269,18 @@ def declare(
     model.rounded_activations = maker.rounded_activations
     warnings = () if options.rank else _warnings(folder, overrides, mmproj, said, config)
     return Declaration(Path(folder), config, model, options, rounded, warnings)
+
+
+def _with_usual_types(options: LoadOptions, source: Checkpoint, config: ModelConfig) -> LoadOptions:
+    """What the user leaves open about a file in ggml's blocks, which names no type: its floats on a GPU, and its pages
+    beside float32 activations on a CPU, are bfloat16, which holds any number that float32 does."""
+    if options.dtype is not None or not source.is_in_blocks():
+        return options
+    if options.device.kind != "cpu":
+        return replace(options, dtype=bfloat16)
+    is_left_open = options.kv_dtype is None and not options.has_float_activations
+    generates = architecture_named(config.architecture).class_of(config).generates
+    return replace(options, kv_dtype=bfloat16) if is_left_open and generates else options
 
 
 def _other_weights(

@@ -165,6 +165,12 @@ class Checkpoint:
                 counts[stored.dtype] = counts.get(stored.dtype, 0) + math.prod(stored.shape)
         return max(counts, key=lambda dtype: counts[dtype], default=float32)
 
+    def is_in_blocks(self) -> bool:
+        """Whether most elements are blocks of fewer than 16 bits each, with no other type than float32: ggml's."""
+        sizes = [(math.prod(each.shape), each.size_bytes, each) for each in self.tensors.values()]
+        in_blocks = [n for n, size, each in sizes if size < 2 * n and each.dtype is float32 and each.quantized is None]
+        return 2 * sum(in_blocks) > sum(count for count, _, _ in sizes)
+
     def _names_of(self, layout: TensorLayout) -> dict[str, StoredTensor]:
         """The stored tensors by the layout's names, less harmless buffers and modules of other models."""
         beginnings = {old: new for old, new in layout.renames.items() if not old.startswith(".")}

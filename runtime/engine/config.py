@@ -212,8 +212,8 @@ class EngineConfig(SchedulingConfig):
     kv_cache_dtype: Annotated[
         KVCacheDtype,
         Option(
-            help="Type of the KV cache; auto: the weights'. int8 and fp8 take a byte a number.",
-            about='"auto" (the weights\'), "float32", "float16", "bfloat16", "int8", "fp8"',
+            help="Type of the KV cache; auto: the weights', of GGUF blocks bfloat16. int8, fp8: a byte a number.",
+            about='"auto" (the weights\', of GGUF blocks bfloat16), "float32", "float16", "bfloat16", "int8", "fp8"',
             heading="Model",
         ),
     ] = "auto"

@@ -280,9 +280,8 @@ def executor_over(
 def logits_settings(config: EngineConfig) -> LogitsSettings:
     """The logits processors that the config names, loaded, and what is told as a log probability. Raises
     ``RequestError``."""
-    return LogitsSettings(
-        load_processors(config.logits_processors, str(Device.parse(config.device))), config.logprobs_mode
-    )
+    processors = load_processors(config.logits_processors, str(Device.parse(config.device)))
+    return LogitsSettings(processors, config.logprobs_mode)
 
 
 def _complete(loaded: Model, folder: Path, config: EngineConfig, vocab_size: int) -> None:
@@ -410,10 +409,8 @@ def _without_answers(config: EngineConfig, max_positions: int, num_groups: int, 
     if num_blocks is None and config.kv_cache_bytes is None:
         num_blocks = num_groups * (2 - (-longest // config.block_size))
     if not is_cut and step is not None and step < longest:
-        raise RequestError(
-            f"max_num_batched_tokens={step} is below max_model_len={longest}: an encoder computes a text in one step",
-            param="max_num_batched_tokens",
-        )
+        message = f"max_num_batched_tokens={step} is below max_model_len={longest}: an encoder takes a text in one step"
+        raise RequestError(message, param="max_num_batched_tokens")
     if not is_cut and step is None:
         step = max(CPU_BATCHED_TOKENS, longest, config.max_num_seqs)
     return replace(

@@ -22,7 +22,7 @@ from numba_kernels.cache_files import locked
 from runtime.device.device import Device
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
-from runtime.dtype import KV_DTYPES, PAGES, STORED, DType, float32
+from runtime.dtype import KV_DTYPES, PAGES, STORED, DType, bfloat16, float32
 from runtime.engine.config import EngineConfig
 from runtime.engine.logits.processors import load_processors
 from runtime.engine.process.compile_kernels import Wanted, WantedOfCpu, compile_kernels
@@ -91,12 +91,15 @@ def wanted_of_cpu(path: Path, config: EngineConfig) -> WantedOfCpu | None:
     if weights not in STORED:
         return None
     model_config = load_config(path, config.hf_overrides, config.mmproj)
-    is_encoder = isinstance(model_config, EncoderConfig)
+    is_encoder, usual = isinstance(model_config, EncoderConfig), weights
+    is_file = path.is_file() and config.dtype == "auto" and config.load_format != "dummy"
+    if is_file and open_model(path, config.hf_overrides, config.mmproj).checkpoint().is_in_blocks():
+        usual = bfloat16
     return WantedOfCpu(
         stored=STORED[weights].__name__,
         is_int8=config.quantization == "int8",
         block_size=config.block_size,
-        pages=PAGES[KV_DTYPES.get(config.kv_cache_dtype, float32 if is_encoder else weights)].__name__,
+        pages=PAGES[KV_DTYPES.get(config.kv_cache_dtype, float32 if is_encoder else usual)].__name__,
         has_experts=isinstance(model_config, MoeConfig) and len(model_config.dense_layers) < model_config.num_layers,
         formats=sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys())),
         recurrence=model_config.recurrence,

@@ -273,7 +273,7 @@ def test_quantised_is_its_dequantised_twin(tmp_path: Path, ggml: Ggml) -> None:
         model, twin = load_model(path, dtype=dtype), load_model(tmp_path, dtype=dtype)
         assert model.dtype is (bfloat16 if dtype == "bfloat16" else float32)
         np.testing.assert_array_equal(logits_of(model, ids), logits_of(twin, ids))
-    kept, twin = load_model(path), load_model(tmp_path)
+    kept, twin = load_model(path, kv_cache_dtype="float32"), load_model(tmp_path)
     if ggml.name in GGML_FORMATS:
         assert kept.lm_head.format is GGML_FORMATS[ggml.name]
         assert kept.weight_bytes < twin.weight_bytes / 2
@@ -307,9 +307,30 @@ def test_mixed_types(tmp_path: Path) -> None:
     expected = logits_of(load_model(tmp_path), ids)
     np.testing.assert_array_equal(logits_of(load_model(path, dtype="float32"), ids), expected)
     np.testing.assert_array_equal(logits_of(load_model(path, activations="float"), ids), expected)
-    check_products(load_model(path), ids, expected)
+    check_products(load_model(path, kv_cache_dtype="float32"), ids, expected)
     assert relative_error(logits_of(load_model(path), ids), expected) < 0.15
     assert list(open_model(path).checkpoint().bytes_by_format()) == ["Q4_K", "Q6_K", "F32"]
+
+
+def test_types_that_the_user_leaves_open(tmp_path: Path) -> None:
+    """Blocks name no type: pages of 16 bits on a CPU, floats of 16 bits on a GPU."""
+    blocks, floats = quantised_tensors(lambda name: Ggml.Q8_0)
+    path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: Ggml.Q8_0)
+    plain = write_gguf(tmp_path / "plain.gguf", CONFIG, floats, type_of=lambda name: Ggml.F32)
+
+    def types(file: Path, **settings: Any) -> tuple[Any, Any]:
+        model = declare_model(file, **settings)
+        return model.dtype, model.kv_cache_spec(16).dtype
+
+    gpu = "emulated:sm_90a"
+    assert types(path) == (float32, bfloat16)
+    assert types(path, device=gpu) == (bfloat16, bfloat16)
+    assert types(path, device=gpu, dtype="float32") == (float32, float32)
+    assert types(path, kv_cache_dtype="float32") == (float32, float32)
+    assert types(path, dtype="bfloat16") == (bfloat16, bfloat16)
+    assert types(path, activations="float") == (float32, float32)
+    assert types(plain) == (float32, float32)
+    assert types(plain, device=gpu) == (float32, float32)
 
 
 PLACES = (
