@@ -21,7 +21,7 @@ MOST_LINES = {
     "runtime/backends": 3_647,
     "runtime/linear": 3_475,
     "runtime/kv": 1_949,
-    "runtime/engine": 29_368,
+    "runtime/engine": 29_370,
     "runtime/text": 7_342,
     "runtime/llm": 1_983,
     "runtime/parallel": 2_876,

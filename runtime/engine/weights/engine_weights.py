@@ -15,6 +15,7 @@ from runtime.engine.open_requests import OpenRequests
 from runtime.engine.open_steps import OpenSteps
 from runtime.engine.picture_queue import PictureQueue
 from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.fresh_pages import FreshPages
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request
 from runtime.engine.speculation.evidence import SpeculationCounters
@@ -40,6 +41,7 @@ class Owner(Protocol):
     pictures: PictureQueue | None
     adapters: Adapters | None
     hand_overs: HandOvers | None
+    fresh_pages: FreshPages | None
 
     def use(self, speculator: Speculator | None) -> None: ...
     def prepare(self, request: EngineRequest, *, is_prepared: bool = False) -> Request: ...
