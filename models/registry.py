@@ -272,8 +272,8 @@ def declare(
 
 
 def _with_usual_types(options: LoadOptions, source: Checkpoint, config: ModelConfig) -> LoadOptions:
-    """What the user leaves open about a file in ggml's blocks, which names no type: its floats on a GPU, and its pages
-    beside float32 activations on a CPU, are bfloat16, which holds any number that float32 does."""
+    """Types of a file in ggml's blocks, which names none, where the user names none either: its floats on a GPU, and
+    its pages on a CPU, are bfloat16, whose range is float32's."""
     if options.dtype is not None or not source.is_in_blocks():
         return options
     if options.device.kind != "cpu":

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import re
 import zlib
 from collections.abc import Iterator
@@ -221,6 +222,8 @@ def _front_end(specialisation: Specialisation) -> tuple[str, ...]:
     """Numba's LLVM IR of a kernel. Raises CompileError."""
     argument_format(specialisation)
     require_compiler()
+    # Inlining numbers blocks on from kernel to kernel, each time about twice as far: LLVM refuses the labels at last.
+    importlib.import_module("numba.cuda.core.ir_utils")._the_max_label._value = 0
     try:
         return tuple(_compile.llvm_ir(specialisation))
     except Exception as error:  # numba raises its own kinds from each of its passes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 from numba import cuda, float32, types
+from numba.cuda.core import ir_utils
 
 from numba_kernels import source_digests
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.intrinsics.asm import instruction
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device import kernel_cache, kernel_key
 from runtime.device.compiled_kernel import CompiledKernel
@@ -123,6 +126,25 @@ def test_numba_runs_once_for_all_architectures(cache: KernelCache) -> None:
     assert [each.arch for each in (*kernels, other)] == ["sm_80", "sm_90a", "sm_120a", "sm_100a"]
     assert all(f".target {each.arch}" in each.image.decode() for each in (*kernels, other))
     assert cache.ir_bytes() > 0
+
+
+def test_a_process_compiles_any_number_of_kernels(cache: KernelCache) -> None:
+    """After a thousand kernels numba's next label had a thousand digits, which LLVM refuses."""
+
+    @device_function
+    def add_all(values, count):
+        total = float32(0.0)
+        for i in range(count):
+            total += values[i]
+        return total
+
+    @cuda.jit
+    def kernel(x: Any, n: Any) -> None:
+        x[0] = add_all(x, n)
+
+    ir_utils._the_max_label.update(10**1000)
+    (text,) = cache.llvm_ir(Specialisation("adds", kernel, (types.CPointer(float32), types.uint32), 256))
+    assert max(map(len, re.findall(r"^B\d+", text, re.MULTILINE))) < 10
 
 
 def test_llvm_ir_from_disk_gives_the_same_kernel(cache: KernelCache) -> None:
