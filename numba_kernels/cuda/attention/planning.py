@@ -198,7 +198,7 @@ def plan(
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
         return AttentionPlan(tier, Launch(kernel, grid, (kernel.max_threads, 1, 1), shared_bytes), 0, 1, shape)
 
-    prepared = None
+    prepared, turn_keys = None, parts.UNIT_KEYS
     if dtype == "f32":
         num_rows = flash_float32.num_rows(head_dim, True)
         kernel = flash_float32.flash_float32(head_dim, head_dim, block_size, True, variant)
@@ -212,7 +212,8 @@ def plan(
         if heads is not None and max_query_len == 1 and rows <= num_rows and fits_tiles(heads):
             prepared = heads
         kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant, prepared)
-        shared_bytes = decode_block(dtype, head_dim, num_rows, pages).shared_bytes
+        block = decode_block(dtype, head_dim, num_rows, pages)
+        shared_bytes, turn_keys = block.shared_bytes, block.turn_keys
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
     key_bytes = 2 * num_kv_heads * head_dim * (1 if pages else ITEM_BYTES[dtype])
@@ -228,7 +229,9 @@ def plan(
         wanted = 0 if is_whole else _wanted(tiles, num_kv_heads, num_sms * blocks_per_sm)
         blocks = tiles + wanted
     attend = Launch(kernel, (blocks, num_kv_heads, 1), (kernel.max_threads, 1, 1), shared_bytes)
-    if is_whole:
+    # A run is never shorter than the least part: a tile of no more turns is one run's, however few tiles there are.
+    most_turns = -(-(most_keys + (parts.UNIT_KEYS - 1 if window else 0)) // turn_keys)
+    if is_whole and (not has_runs or most_turns <= parts.MIN_PART_KEYS // turn_keys):
         return AttentionPlan(tier, attend, 0, max(1, wanted), shape, prepares=prepared is not None)
     records = tiles + wanted
     workspace_bytes = parts.workspace_bytes(head_dim, num_rows, records, num_kv_heads)

@@ -223,6 +223,18 @@ def test_sequences_are_cut_by_their_own_lengths(gpu: Gpu) -> None:
         np.testing.assert_array_equal(again.view(np.uint16), out.view(np.uint16))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("heads", [2, 8])
+def test_a_plan_for_more_queries_than_there_are_has_room_for_parts(gpu: Gpu, heads: int) -> None:
+    """As a recorded step with drafts does: fewer tiles than the plan allows for are cut into parts."""
+    batch = paged_batch(np.random.default_rng(8), [(120, 8), (0, 0)], heads=heads, kv_heads=2, head_dim=128,
+                        dtype="bf16")  # fmt: skip
+    captured = {"tier": "decode", "max_query_len": 8, "max_seq_len": 128, "num_sms": 132}
+    assert batch.plan(None, **captured).workspace_bytes > 0
+    out, _ = batch.run(gpu, 0.09, **captured)
+    assert relative_error(out, batch.expected(0.09)) < TOLERANCE["bf16"]
+
+
 # Rounded up inside the kernel to whole tiles, not a multiple of 16 bytes, the largest; every page size.
 HEAD_DIMS = [
     pytest.param("f32", 5, 8, marks=pytest.mark.exhaustive),
@@ -277,6 +289,13 @@ def test_plan_chooses_by_chunk_and_exactness() -> None:
     assert tier(1, num_q_heads=40, num_kv_heads=1) == "decode"
     assert tier(1, exact=True) == "flash"
     assert tier(1, tier="naive") == "naive"
+    for head_dim, window, is_cut in ((64, None, False), (128, None, True), (256, None, False), (256, 127, True)):
+        # 97 to 128 keys are three turns of 48, but a run may have two; a window's begin within a unit
+        found = attention.plan(
+            num_tokens=8, num_seqs=4, max_query_len=1, max_seq_len=256 if window else 128, num_q_heads=8,
+            num_kv_heads=2, head_dim=head_dim, table_width=60, dtype="bf16", block_size=16, window=window,
+        )  # fmt: skip
+        assert (found.workspace_bytes > 0) == is_cut, head_dim
     for field, value in {
         "head_dim": 513, "dtype": "f64", "block_size": 12, "num_seqs": 65536, "num_kv_heads": 3, "window": 0,
         "max_query_len": 0, "tier": "fast", "max_seq_len": 2**31, "num_sms": 0, "num_tokens": 0,
