@@ -284,7 +284,7 @@ def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: Head
                         eps, thread,
                     )  # fmt: skip
                 else:
-                    copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
+                    copy_queries(q_tile, q, (first_row, rows, share, kv_head, num_q_heads, first_token), thread)
                     copy_async_commit()
                     _wait_for_copies()
                 sync_block()

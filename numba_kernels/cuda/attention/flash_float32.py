@@ -38,13 +38,10 @@ from numba_kernels.cuda.attention.tiles import (
     Variant,
     head_row,
     is_outside,
-    key_tile_copier,
     query_tile_copier,
-    scale_copier,
     sink_head,
     tile_shape,
     visible_end,
-    widening_copier,
 )
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
@@ -103,21 +100,6 @@ def plan_expanded(qk_dim: int, v_dim: int, *, query_len: int, num_heads: int) ->
     launch = Launch(kernel, (tiles, num_heads, 1), (THREADS, 1, 1), shared_bytes(qk_dim, v_dim, False))
     sums = own_rows * tile_shape("f32", v_dim).columns // 16
     return launch, segments.state_bytes(tiles * num_heads, sums, own_rows, THREADS)
-
-
-def _copying(
-    pages: str, head_dim: int, block_size: int, keys: int, has_window: bool, copy_pages: Any
-) -> tuple[Any, Any]:
-    """A head's scales, and the tile copier, with scales or without."""
-    if pages:
-        scales_of, _ = scale_copier(pages, head_dim, block_size, keys, THREADS, has_window)
-        return scales_of, widening_copier(pages, head_dim, block_size, keys, THREADS, has_window)
-
-    @device_function
-    def copy(tile, column, scales, offset, first_key, seen, end_key, thread):
-        copy_pages(tile, column, offset, first_key, seen, end_key, thread)
-
-    return device_function(lambda scales, kv_head: scales), copy
 
 
 @functools.cache
@@ -179,15 +161,8 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
     shape, value_shape = tile_shape("f32", qk_dim), tile_shape("f32", v_dim)
     columns, pitch, value_columns, value_pitch = shape.columns, shape.pitch, value_shape.columns, value_shape.pitch
     own_rows, own_keys, own_columns = tile_rows // 16, keys // 16, value_columns // 16
-    pages = variant.pages
-    column_of, locate, copy_pages = key_tile_copier(
-        pages or "f32", head_dim, block_size, keys, THREADS, variant.has_window
-    )
-    scales_of, copy_keys = _copying(pages, head_dim, block_size, keys, variant.has_window, copy_pages)
-    value_column_of, locate_values, copy_values = column_of, locate, copy_keys
-    if is_expanded:
-        column_of, locate, copy_keys = segments.row_copier("f32", qk_dim, qk_dim + v_dim, keys, THREADS)
-        value_column_of, locate_values, copy_values = segments.row_copier("f32", v_dim, qk_dim + v_dim, keys, THREADS)
+    locate, *sources = segments.tile_sources(variant, "f32", qk_dim, v_dim, block_size, keys, THREADS)
+    (column_of, scales_of, copy_keys), (value_column_of, _, copy_values) = sources
     copy_queries = query_tile_copier("f32", qk_dim, tile_rows, THREADS)
     k_offset = tile_rows * pitch
     v_offset = k_offset + keys * pitch
@@ -200,7 +175,7 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
     has_window, has_sinks, has_spans = variant.has_window, variant.has_sinks, variant.has_spans
     end_of, outside = segments.end_finder_of(variant), is_outside(has_window)
     carry = segments.results_carrier(own_rows, own_columns, "rows", THREADS, is_expanded)
-    writes, pair_bytes = segments.writes_out(is_expanded), uint32((qk_dim + v_dim) * 4)
+    writes = segments.writes_out(is_expanded)
     span_rows = own_rows if has_spans else 1
     place_of = record_place(v_dim, tile_rows)
     combine = parts_combiner("f32", v_dim, tile_rows, THREADS, has_sinks)
@@ -258,26 +233,20 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
 
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = value_column_of(v_cache, kv_head, num_kv_heads, thread)
-        k_scales = scales_of(k_scales, kv_head)
-        v_scales = scales_of(v_scales, kv_head)
-        if is_expanded:
-            k_scales = uint64(uint32(num_kv_heads * pair_bytes))
-            v_scales = k_scales
-        page = locate(block_tables, table, key, seen, stop, num_kv_heads, thread)
+        k_scales = scales_of(k_scales, kv_head, num_kv_heads)
+        v_scales = scales_of(v_scales, kv_head, num_kv_heads)
+        page, value_page = locate(block_tables, table, key, seen, stop, num_kv_heads, thread)
         if key < stop:
-            copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
+            copy_queries(q_tile, q, (first_row, rows, share, kv_head, num_q_heads, first_token), thread)
             copy_keys(k_tile, k_column, k_scales, page, key, seen, stop, thread)
             copy_async_commit()
         while key < stop:
             _wait_for_copies()
             sync_block()  # the keys are there, and all threads have done with the values
-            value_page = page
-            if not is_even:
-                value_page = locate_values(block_tables, table, key, seen, stop, num_kv_heads, thread)
             copy_values(v_tile, v_column, v_scales, value_page, key, seen, stop, thread)
             copy_async_commit()
             following = uint32(key + uint32(keys))
-            page = locate(block_tables, table, following, seen, stop, num_kv_heads, thread)
+            page, value_page = locate(block_tables, table, following, seen, stop, num_kv_heads, thread)
 
             score(scores, q_place, k_place)
             for r in range(own_rows):

@@ -1,5 +1,5 @@
 """A warp's part of a turn of `flash_tensor_core`, whose registers are `Held`: scores of a tile of keys, their softmax,
-and the product of the weights with the values.
+and the product of the weights with the values. `flash_wide` has some of them, for a warp's own keys and columns.
 
 A lane's accumulators belong to two rows of each strip of 16, eight apart, and to two neighbouring columns of 8.
 """
@@ -28,7 +28,13 @@ from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, exp2
 from numba_kernels.cuda.intrinsics.memory import shared_load_2xf32, shared_store_2xb32, shared_store_b32
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, product_adder, put_4
+from numba_kernels.cuda.intrinsics.mma import (
+    load_matrix_x2_transposed,
+    load_matrix_x4,
+    load_matrix_x4_transposed,
+    product_adder,
+    put_4,
+)
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.quantised_pages import fragment_unpacker, page_factor
 
@@ -162,20 +168,15 @@ def scores_scaler(form: Form) -> Any:
     @device_function
     def scale_scores(held, scales_place, scale):
         scores = held.scores
-        if has_scales:
-            for i in range(key_tiles):
+        for i in range(key_tiles):
+            even_scale, odd_scale = scale, scale
+            if has_scales:
                 a, b = shared_load_2xf32(uint32(scales_place + uint32(32 * i)))
                 even_scale, odd_scale = a * factor * scale, b * factor * scale
-                for m in range(strips):
-                    scores[m, i, 0] = scaled(scores[m, i, 0], even_scale)
-                    scores[m, i, 1] = scaled(scores[m, i, 1], odd_scale)
-                    scores[m, i, 2] = scaled(scores[m, i, 2], even_scale)
-                    scores[m, i, 3] = scaled(scores[m, i, 3], odd_scale)
-        else:
             for m in range(strips):
-                for i in range(key_tiles):
-                    for j in range(4):
-                        scores[m, i, j] = scaled(scores[m, i, j], scale)
+                for h in range(2):
+                    scores[m, i, 2 * h] = scaled(scores[m, i, 2 * h], even_scale)
+                    scores[m, i, 2 * h + 1] = scaled(scores[m, i, 2 * h + 1], odd_scale)
 
     return scale_scores
 
@@ -240,69 +241,107 @@ def score_weigher(form: Form) -> Any:
 
 
 @functools.cache
-def value_multiplier(form: Form) -> Any:
-    """A device function ``(held, v_place, scales_place)``: adds the weights times a tile of values."""
-    add_product, unpack = product_adder(form.dtype), fragment_unpacker(form.variant.pages or "s8", form.dtype, 4)
-    pack, pages = pack_bf16 if form.dtype == "bf16" else pack_f16, form.variant.pages
-    factor, has_scales = float32(page_factor(pages, form.dtype) if pages else 1), pages != ""
-    strips, key_tiles, value_tiles, value_pitch = form.strips, form.key_tiles, form.value_tiles, form.value_pitch
-    key_fours, value_fours, value_pairs = form.key_fours, form.value_fours, form.value_pairs
+def weights_scaler(form: Form) -> Any:
+    """A device function ``(held, scales_place)``: weights times the scales of the values, if pages have scales."""
+    factor = float32(page_factor(form.variant.pages, form.dtype) if form.variant.pages else 1)
+    strips, key_tiles = form.strips, form.key_tiles if form.variant.pages else 0
 
     @device_function
-    def multiply_values(held, v_place, scales_place):
-        scores, weights, sums, words, pairs = held.scores, held.weights, held.sums, held.words, held.pairs
-        for i in range(4 * key_fours):
+    def scale_weights(held, scales_place):
+        scores = held.scores
+        for i in range(key_tiles):
             a, b = shared_load_2xf32(uint32(scales_place + uint32(32 * i)))
             even_scale, odd_scale = a * factor, b * factor
             for m in range(strips):
-                scores[m, i, 0] = scores[m, i, 0] * even_scale
-                scores[m, i, 1] = scores[m, i, 1] * odd_scale
-                scores[m, i, 2] = scores[m, i, 2] * even_scale
-                scores[m, i, 3] = scores[m, i, 3] * odd_scale
+                for h in range(2):
+                    scores[m, i, 2 * h] = scores[m, i, 2 * h] * even_scale
+                    scores[m, i, 2 * h + 1] = scores[m, i, 2 * h + 1] * odd_scale
+
+    return scale_weights
+
+
+@functools.cache
+def values_adder(form: Form) -> Any:
+    """A device function ``(held, at)``: adds the products of packed weights and the values of 16 keys, at the lane's
+    shared address."""
+    add_product, unpack = product_adder(form.dtype), fragment_unpacker(form.variant.pages or "s8", form.dtype, 4)
+    strips, value_tiles, value_fours, value_pairs = form.strips, form.value_tiles, form.value_fours, form.value_pairs
+
+    @device_function
+    def add_values(held, at):
+        weights, sums, words, pairs = held.weights, held.sums, held.words, held.pairs
+        for four in range(value_fours):
+            if 4 * four + 4 <= value_tiles:
+                put_4(words, load_matrix_x4_transposed(uint32(at + uint32(32 * four))))
+            else:  # the other 16 columns are another warp's, or padding
+                words[0], words[1] = load_matrix_x2_transposed(uint32(at + uint32(32 * four)))
+            unpack(pairs, words, held.room)
+            for m in range(strips):
+                weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
+                for each in range(4):
+                    if 4 * four + each < value_tiles:
+                        first = each // 2 * 4 + each % 2
+                        add_product(sums[m, 4 * four + each], weight, (pairs[first], pairs[first + 2]))
+        for pair in range(value_pairs):
+            v0, v1, v2, v3 = load_matrix_x4_transposed(uint32(at + uint32(32 * pair)))
+            for m in range(strips):
+                weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
+                add_product(sums[m, 2 * pair], weight, (v0, v1))
+                add_product(sums[m, 2 * pair + 1], weight, (v2, v3))
+
+    return add_values
+
+
+@functools.cache
+def value_multiplier(form: Form) -> Any:
+    """A device function ``(held, v_place, scales_place)``: adds the weights times a tile of values."""
+    scale_weights, add_values = weights_scaler(form), values_adder(form)
+    pack = pack_bf16 if form.dtype == "bf16" else pack_f16
+    strips, key_tiles, value_pitch = form.strips, form.key_tiles, form.value_pitch
+
+    @device_function
+    def multiply_values(held, v_place, scales_place):
+        scores, weights = held.scores, held.weights
+        scale_weights(held, scales_place)
         for step in range(key_tiles // 2):
             for m in range(strips):
-                left = 2 * step
-                weights[m, 0] = pack(scores[m, left, 0], scores[m, left, 1])
-                weights[m, 1] = pack(scores[m, left, 2], scores[m, left, 3])
-                weights[m, 2] = pack(scores[m, left + 1, 0], scores[m, left + 1, 1])
-                weights[m, 3] = pack(scores[m, left + 1, 2], scores[m, left + 1, 3])
-            if has_scales:
-                for two in range(value_fours):
-                    at = uint32(v_place + uint32(step * 16 * value_pitch + two * 32))
-                    put_4(words, load_matrix_x4_transposed(at))
-                    unpack(pairs, words, held.room)
-                    for m in range(strips):
-                        weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
-                        for each in range(4):
-                            i = 4 * two + each  # the last one's other half may be none
-                            first = each // 2 * 4 + each % 2
-                            if i < value_tiles:
-                                add_product(sums[m, i], weight, (pairs[first], pairs[first + 2]))
-            for pair in range(value_pairs):
-                at = uint32(v_place + uint32(step * 16 * value_pitch + pair * 32))
-                v0, v1, v2, v3 = load_matrix_x4_transposed(at)
-                for m in range(strips):
-                    weight = (weights[m, 0], weights[m, 1], weights[m, 2], weights[m, 3])
-                    for side in range(2):
-                        i = 2 * pair + side
-                        half = (v0, v1) if side == 0 else (v2, v3)
-                        add_product(sums[m, i], weight, half)
+                for side in range(2):
+                    for h in range(2):
+                        left, right = scores[m, 2 * step + side, 2 * h], scores[m, 2 * step + side, 2 * h + 1]
+                        weights[m, 2 * side + h] = pack(left, right)
+            add_values(held, uint32(v_place + uint32(step * 16 * value_pitch)))
 
     return multiply_values
+
+
+@functools.cache
+def row_packer(form: Form) -> Any:
+    """A device function ``(sums, h, factor, place, column)``: a lane's upper (0) or lower row of a strip, times a
+    factor, goes to shared memory; `place` is that of the row."""
+    pack, value_pairs, evens = pack_bf16 if form.dtype == "bf16" else pack_f16, form.value_pairs, form.value_tiles // 2
+
+    @device_function
+    def pack_row(sums, h, factor, place, column):
+        for i in range(evens - value_pairs):  # even columns of 16, then the odd ones
+            a, b = sums[2 * i, 2 * h] * factor, sums[2 * i + 1, 2 * h] * factor
+            c, d = sums[2 * i, 2 * h + 1] * factor, sums[2 * i + 1, 2 * h + 1] * factor
+            shared_store_2xb32(uint32(place + column * uint32(4) + uint32(32 * i)), (pack(a, b), pack(c, d)))
+        for i in range(2 * value_pairs):
+            two = pack(sums[i, 2 * h] * factor, sums[i, 2 * h + 1] * factor)
+            shared_store_b32(uint32(place + column * uint32(2) + uint32(16 * i)), two)
+
+    return pack_row
 
 
 @functools.cache
 def row_stager(form: Form) -> Any:
     """A device function ``(held, sinks, own_row, share, kv_head, first_place, column)`` that writes a warp's finished
     rows to shared memory; row and place are those of the lane's first row."""
-    pack, has_sinks, is_expanded = (
-        pack_bf16 if form.dtype == "bf16" else pack_f16, form.variant.has_sinks, form.variant.is_expanded
-    )  # fmt: skip
-    strips, value_tiles, value_pairs, result_pitch = form.strips, form.value_tiles, form.value_pairs, form.result_pitch
+    pack_row, has_sinks, is_expanded = row_packer(form), form.variant.has_sinks, form.variant.is_expanded
+    strips, result_pitch = form.strips, form.result_pitch
 
     @device_function
     def stage_rows(held, sinks, own_row, share, kv_head, first_place, column):
-        sums = held.sums
         for m in range(strips):
             for h in range(2):
                 total = held.totals[m, h]
@@ -313,13 +352,6 @@ def row_stager(form: Form) -> Any:
                     sink = load_sink(sinks, sink_head(uint32(own_row + uint32(16 * m + 8 * h)), share, kv_head))
                     reciprocal = share_of_keys(held.maxima[m, h], total, sink)
                 place = uint32(first_place + uint32((16 * m + 8 * h) * result_pitch))
-                for i in range(value_tiles // 2 - value_pairs):  # even columns of 16, then the odd ones
-                    a, b = sums[m, 2 * i, 2 * h] * reciprocal, sums[m, 2 * i + 1, 2 * h] * reciprocal
-                    c, d = sums[m, 2 * i, 2 * h + 1] * reciprocal, sums[m, 2 * i + 1, 2 * h + 1] * reciprocal
-                    target = uint32(place + column * uint32(2) + uint32(32 * i))
-                    shared_store_2xb32(target, (pack(a, b), pack(c, d)))
-                for i in range(2 * value_pairs):
-                    pair_of_sums = pack(sums[m, i, 2 * h] * reciprocal, sums[m, i, 2 * h + 1] * reciprocal)
-                    shared_store_b32(uint32(place + uint32(16 * i)), pair_of_sums)
+                pack_row(held.sums[m], h, reciprocal, place, column)
 
     return stage_rows

@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
-from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
 from numba_kernels.cuda.attention import segments
 from numba_kernels.cuda.attention.flash_parts import (
     NUM_WARPS,
-    Form,
     Held,
     form_of,
     lane_places,
@@ -44,18 +42,14 @@ from numba_kernels.cuda.attention.flash_parts import (
 from numba_kernels.cuda.attention.online_softmax import (
     group_sum,
 )
+from numba_kernels.cuda.attention.parts import key_bounds, row_finder
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
-    key_tile_copier,
     output_tile_copier,
     query_tile_copier,
-    scale_copier,
     tile_shape,
-    visible_end,
-    visible_first,
 )
-from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_commit,
@@ -111,38 +105,6 @@ def plan_expanded(dtype: str, qk_dim: int, v_dim: int, *, query_len: int, num_he
     return launch, segments.state_bytes(tiles * num_heads * strips, sums, 2, THREADS)
 
 
-def _copiers(form: Form, qk_dim: int, v_dim: int, block_size: int) -> tuple[tuple[Any, Any], Any, Any, Any, Any]:
-    """Device functions that bring tiles of keys and of values: their columns' (`key_tile_copier`), the scales'
-    (`scale_copier`), ``locate``, of the places of both, and ``copy(tile, column, scales, offset, first_key, seen,
-    end_key, thread)`` of each."""
-    dtype, keys, variant = form.dtype, form.keys, form.variant
-    source, has_scales, has_window = variant.pages or dtype, variant.pages != "", variant.has_window
-    head_dim, pair, is_even, scales_offset = max(qk_dim, v_dim), qk_dim + v_dim, qk_dim == v_dim, keys * form.key_pitch
-    column_of, locate_keys, copy_rows = key_tile_copier(source, head_dim, block_size, keys, THREADS, has_window)
-    value_column_of, locate_values, copy_value_rows = column_of, locate_keys, copy_rows
-    if variant.is_expanded:
-        column_of, locate_keys, copy_rows = segments.row_copier(dtype, qk_dim, pair, keys, THREADS)
-        value_column_of, locate_values, copy_value_rows = segments.row_copier(dtype, v_dim, pair, keys, THREADS)
-    scales_of, copy_scales = scale_copier(source, head_dim, block_size, keys, THREADS, has_window)
-
-    @device_function
-    def locate(block_tables, table, key, seen, end_key, num_kv_heads, thread):
-        page = locate_keys(block_tables, table, key, seen, end_key, num_kv_heads, thread)
-        value_page = page
-        if not is_even:
-            value_page = locate_values(block_tables, table, key, seen, end_key, num_kv_heads, thread)
-        return page, value_page
-
-    @device_function
-    def copy_pages(tile, column, scales, offset, first_key, seen, end_key, thread):
-        copy_rows(tile, column, offset, first_key, seen, end_key, thread)
-        if has_scales:
-            copy_scales(uint32(tile + uint32(scales_offset)), scales, offset, first_key, seen, end_key, thread)
-
-    copiers = (copy_rows, copy_value_rows) if variant.is_expanded else (copy_pages, copy_pages)
-    return (column_of, value_column_of), scales_of, locate, *copiers
-
-
 @functools.cache
 def flash_tensor_core(
     dtype: str, qk_dim: int, v_dim: int, block_size: int, tile_rows: int, variant: Variant
@@ -160,7 +122,8 @@ def flash_tensor_core(
     multiply_queries, scale_scores, mask_scores = score_multiplier(form), scores_scaler(form), scores_masker(form)
     weigh, multiply_values, stage_rows = score_weigher(form), value_multiplier(form), row_stager(form)
     pages, has_scales = variant.pages, variant.pages != ""
-    (column_of, value_column_of), scales_of, locate, copy_keys, copy_values = _copiers(form, qk_dim, v_dim, block_size)
+    locate, *sources = segments.tile_sources(variant, dtype, qk_dim, v_dim, block_size, keys, THREADS)
+    (column_of, scales_of, copy_keys), (value_column_of, _, copy_values) = sources
     scales_offset = keys * key_pitch
     exchange = column_exchanger(tile_rows, 16 * steps, pitch, THREADS)
     copy_queries = query_tile_copier(dtype, qk_dim, tile_rows, THREADS)
@@ -170,9 +133,10 @@ def flash_tensor_core(
     k_offset = tile_rows * pitch
     v_offset = k_offset + num_stages(head_dim) * tile_bytes
     has_window, has_spans = variant.has_window, variant.has_spans
-    end_of = segments.end_finder_of(variant)
+    find = row_finder(tile_rows, keys, THREADS, False, has_window)
+    end_of, bound = segments.end_finder_of(variant), key_bounds(keys, False, has_window)
     carry = segments.results_carrier(2, 2 * value_tiles, "paired", THREADS, is_expanded)
-    writes, pair_bytes = segments.writes_out(is_expanded), uint32((qk_dim + v_dim) * 2)
+    writes = segments.writes_out(is_expanded)
     span_strips = strips if has_spans else 1
     start_rows, places_of = rows_starter(form), lane_places(form)
 
@@ -183,19 +147,16 @@ def flash_tensor_core(
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
-        seq = uint32(cuda.blockIdx.z)
+        storage = cuda.shared.array(0, float32)
+        q_tile = shared_address(storage)
+        thread = uint32(cuda.threadIdx.x)
         kv_head = uint32(cuda.blockIdx.y)
-        first_token = uint32(query_start[seq])
-        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
-        rows = uint32(query_len * share)
-        num_tiles = uint32(uint32(rows + uint32(tile_rows - 1)) // uint32(tile_rows))
-        tile = uint32(cuda.blockIdx.x)
-        if tile >= num_tiles:
+        has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, _, first_key, part_keys = find(
+            q_tile, query_start, seq_lens, num_seqs, share, window, workspace_columns, thread
+        )
+        if not has_tile:
             return
-        # The longest rows first, so that the last blocks to run are short.
-        first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - tile) * uint32(tile_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
-        seq_len = uint32(seq_lens[seq])
         shortest_end = end_of(
             bidirectional_until, first_token, seq_len, query_len, divide_u32(first_row, share), window,
             workspace_columns,
@@ -204,13 +165,11 @@ def flash_tensor_core(
             bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share), window,
             workspace_columns,
         )  # fmt: skip
+        seen, key, _ = bound(seq_len, query_len, share, window, first_row, longest_end, first_key, part, part_keys)
         table = uint64(seq) * uint64(table_width)
 
-        storage = cuda.shared.array(0, float32)
-        q_tile = shared_address(storage)
         k_tile = uint32(q_tile + uint32(k_offset))
         v_tile = uint32(q_tile + uint32(v_offset))
-        thread = uint32(cuda.threadIdx.x)
         lane = lane_index()
         warp = uint32(thread >> uint32(5))
         own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80
@@ -235,25 +194,14 @@ def flash_tensor_core(
         chunk = bidirectional_until, first_token, seq_len, query_len, window, workspace_columns
         start_rows(held, chunk, uint32(own_row + upper), share)
 
-        key = uint32(0)
-        seen = uint32(0)
-        if has_window:
-            seen = shortest_end
-            if has_spans:
-                seen = visible_end(seq_len, query_len, divide_u32(first_row, share))
-            seen = visible_first(seen, window)
-            key = uint32(seen // uint32(keys) * uint32(keys))
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = value_column_of(v_cache, kv_head, num_kv_heads, thread)
-        k_scale = scales_of(k_scales, kv_head)
-        v_scale = scales_of(v_scales, kv_head)
-        if is_expanded:
-            k_scale = uint64(uint32(num_kv_heads * pair_bytes))
-            v_scale = k_scale
+        k_scale = scales_of(k_scales, kv_head, num_kv_heads)
+        v_scale = scales_of(v_scales, kv_head, num_kv_heads)
         page, value_page = locate(block_tables, table, key, seen, longest_end, num_kv_heads, thread)
         following = uint32(key + uint32(keys))
         next_page, next_value_page = locate(block_tables, table, following, seen, longest_end, num_kv_heads, thread)
-        copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
+        copy_queries(q_tile, q, (first_row, rows, share, kv_head, num_q_heads, first_token), thread)
         copy_keys(k_tile, k_column, k_scale, page, key, seen, longest_end, thread)
         if is_double:
             copy_values(v_tile, v_column, v_scale, value_page, key, seen, longest_end, thread)
@@ -322,10 +270,10 @@ def flash_tensor_core(
             return
         # The warp's queries are no longer needed: their place takes the results, to be stored in whole rows.
         sync_named(own_barrier, uint32(32))
-        place = uint32(own_q_tile + upper * uint32(result_pitch) + column * uint32(2))
+        place = uint32(own_q_tile + upper * uint32(result_pitch))
         stage_rows(held, sinks, uint32(own_row + upper), share, kv_head, place, column)
         sync_named(own_barrier, uint32(32))
-        copy_out(own_q_tile, out, own_row, rows, share, kv_head, num_q_heads, first_token, lane)
+        copy_out(own_q_tile, out, (own_row, rows, share, kv_head, num_q_heads, first_token), lane)
 
     sizes = f"d{qk_dim}" if is_even else f"d{qk_dim}_v{v_dim}"
     name = f"attention_flash_{dtype}_{sizes}_b{block_size}_r{tile_rows}{variant.suffix}"

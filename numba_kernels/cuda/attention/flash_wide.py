@@ -17,12 +17,18 @@ from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
+from numba_kernels.cuda.attention.flash_parts import (
+    Held,
+    row_packer,
+    rows_starter,
+    scores_masker,
+    scores_scaler,
+    weights_scaler,
+)
 from numba_kernels.cuda.attention.online_softmax import (
-    MINUS_INFINITY,
     group_sum,
     load_sink,
     reciprocal_of,
-    score_scaler,
     share_of_keys,
 )
 from numba_kernels.cuda.attention.parts import key_bounds, parts_combiner, record_place, row_finder
@@ -30,33 +36,27 @@ from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
     end_finder,
-    is_outside,
     output_tile_copier,
     query_tile_copier,
     sink_head,
-    visible_end,
 )
 from numba_kernels.cuda.attention.wide_tiles import (
     SMALL,
     WideTiles,
-    key_scaler,
     weight_storer,
+    wide_form,
     wide_scorer,
     wide_summer,
     wide_tile_copier,
     wide_weigher,
 )
-from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_commit,
     copy_async_wait,
     shared_address,
-    shared_load_2xf32,
     shared_load_f32,
-    shared_store_2xb32,
-    shared_store_b32,
     shared_store_f32,
     store_2xf32,
     store_4xf32,
@@ -64,33 +64,22 @@ from numba_kernels.cuda.intrinsics.memory import (
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index
 from numba_kernels.cuda.kv_cache import check_pages
-from numba_kernels.cuda.quantised_pages import column_exchanger, page_factor
+from numba_kernels.cuda.quantised_pages import column_exchanger
 from numba_kernels.cuda.specialisation import Specialisation
 
 _wait_for_copies = copy_async_wait(0)
 
 
 @functools.cache
-def _result_keeper(tiles: WideTiles) -> tuple[Any, Any]:
-    """``store(place, sums, part, half)``: a lane's sums of its upper (0) or lower row, times `part`, as 16 bits at its
-    shared address; ``record(target, sums, half)``: the same in float32 at an address of device memory."""
+def _result_recorder(tiles: WideTiles) -> Any:
+    """``record(target, sums, half, quarter)``: a lane's sums of its upper (0) or lower row, in float32 at an address of
+    device memory."""
     value_tiles, has_scales = tiles.own_columns // 8, tiles.pages != ""
-    pack = pack_bf16 if tiles.dtype == "bf16" else pack_f16
     fours, singles = (value_tiles // 2, 0) if has_scales else (0, value_tiles)
 
     @device_function
-    def store(place, sums, part, half, quarter):
-        for i in range(fours):  # even columns of 16, then the odd ones
-            a, b = sums[2 * i, 2 * half] * part, sums[2 * i + 1, 2 * half] * part
-            c, d = sums[2 * i, 2 * half + 1] * part, sums[2 * i + 1, 2 * half + 1] * part
-            shared_store_2xb32(uint32(place + quarter * uint32(8) + uint32(32 * i)), (pack(a, b), pack(c, d)))
-        for i in range(singles):
-            pair = pack(sums[i, 2 * half] * part, sums[i, 2 * half + 1] * part)
-            shared_store_b32(uint32(place + quarter * uint32(4) + uint32(16 * i)), pair)
-
-    @device_function
     def record(target, sums, half, quarter):
-        for i in range(fours):
+        for i in range(fours):  # even columns of 16, then the odd ones
             a, b = sums[2 * i, 2 * half], sums[2 * i + 1, 2 * half]
             c, d = sums[2 * i, 2 * half + 1], sums[2 * i + 1, 2 * half + 1]
             store_4xf32(target + uint64(quarter) * uint64(16) + uint64(64 * i), (a, b, c, d))
@@ -98,42 +87,7 @@ def _result_keeper(tiles: WideTiles) -> tuple[Any, Any]:
             two = sums[i, 2 * half], sums[i, 2 * half + 1]
             store_2xf32(target + uint64(quarter) * uint64(8) + uint64(32 * i), two)
 
-    return store, record
-
-
-@functools.cache
-def _masker(tiles: WideTiles, variant: Variant) -> Any:
-    """A device function ``(scores, key, ends, own_ends, window)`` that hides keys from rows that do not see them; `key`
-    is that of the lane's first score."""
-    outside, has_spans, key_tiles = is_outside(variant.has_window), variant.has_spans, tiles.own_keys // 8
-
-    @device_function
-    def mask(scores, key, ends, own_ends, window):
-        for i in range(key_tiles):
-            for j in range(4):
-                own_end = ends[j // 2]
-                if has_spans:
-                    own_end = own_ends[j // 2]
-                if outside(uint32(key + uint32(8 * i + j % 2)), ends[j // 2], own_end, window):
-                    scores[i, j] = MINUS_INFINITY
-
-    return mask
-
-
-@functools.cache
-def _value_scaler(tiles: WideTiles) -> Any:
-    """A device function ``(scores, place)``: weights times the scales of the values of bytes, at a shared address."""
-    key_tiles, factor = tiles.own_keys // 8, float32(page_factor(tiles.pages, tiles.dtype) if tiles.pages else 1)
-
-    @device_function
-    def scale(scores, place):
-        for i in range(key_tiles):
-            a, b = shared_load_2xf32(uint32(place + uint32(32 * i)))
-            for h in range(2):
-                scores[i, 2 * h] = scores[i, 2 * h] * (a * factor)
-                scores[i, 2 * h + 1] = scores[i, 2 * h + 1] * (b * factor)
-
-    return scale
+    return record
 
 
 @functools.cache
@@ -150,15 +104,15 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
     copy_out = output_tile_copier(dtype, head_dim, 16, team)
     exchange = column_exchanger(tile_rows, tiles.columns, pitch, threads)
     key_place_of, score = wide_scorer(tiles)
-    weigh, store_weights, add_values = wide_weigher(tiles), weight_storer(tiles), wide_summer(tiles)
-    scale_keys = key_scaler(tiles, score_scaler(variant.softcap))
-    mask, scale_values = _masker(tiles, variant), _value_scaler(tiles)
-    store_result, record_result = _result_keeper(tiles)
+    form = wide_form(tiles, variant)
+    weigh, store_weights, add_values = wide_weigher(tiles), weight_storer(tiles), wide_summer(tiles, form)
+    scale_keys, mask, scale_values = scores_scaler(form), scores_masker(form), weights_scaler(form)
+    pack_row, record_result = row_packer(form), _result_recorder(tiles)
     find = row_finder(tile_rows, keys, threads, is_split, has_window)
     bound = key_bounds(keys, is_split, has_window)
     place_of = record_place(head_dim, tile_rows)
     combine = parts_combiner(dtype, head_dim, tile_rows, threads, has_sinks)
-    end_of, wait_for_tile = end_finder(variant.has_spans), copy_async_wait(2 * ahead)
+    start_rows, end_of, wait_for_tile = rows_starter(form), end_finder(variant.has_spans), copy_async_wait(2 * ahead)
     tile_bytes, key_pitch, weights_pitch = tiles.tile_bytes, tiles.key_pitch, tiles.weights_pitch
     scales_at, columns, own_keys, own_columns = keys * key_pitch, tiles.columns, tiles.own_keys, tiles.own_columns
     queries_at, weights_at, maxima_at = tiles.queries_at, tiles.weights_at, tiles.maxima_at
@@ -211,31 +165,27 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
         own_weights = uint32(strip_weights + upper * uint32(weights_pitch) + own_key * uint32(2))
         maxima_place = uint32(scratch + uint32(maxima_at) + (strip * uint32(16) + upper) * uint32(4))
 
-        scores = cuda.local.array((key_tiles, 4), float32)
-        sums = cuda.local.array((value_tiles, 4), float32)
-        ends = cuda.local.array(2, uint32)
-        own_ends = cuda.local.array(2, uint32)  # after each row's own position, where it sees further
-        maxima = cuda.local.array(2, float32)
-        totals = cuda.local.array(2, float32)
-        factors = cuda.local.array(2, float32)
+        queries = cuda.local.array((1, 1, 4), uint32)
+        weights = cuda.local.array((1, 4), uint32)
+        scores = cuda.local.array((1, key_tiles, 4), float32)
+        sums = cuda.local.array((1, value_tiles, 4), float32)
+        ends = cuda.local.array((1, 2), uint32)
+        own_ends = cuda.local.array((1, 2), uint32)  # after each row's own position, where it sees further
+        maxima = cuda.local.array((1, 2), float32)
+        totals = cuda.local.array((1, 2), float32)
+        factors = cuda.local.array((1, 2), float32)
+        words, pairs, room = cuda.local.array(4, uint32), cuda.local.array(8, uint32), cuda.local.array(1, uint32)
+        held = Held(queries, weights, scores, sums, ends, own_ends, maxima, totals, factors, words, pairs, room)
+        chunk = bidirectional_until, first_token, seq_len, query_len, window, wanted
+        start_rows(held, chunk, uint32(own_row + upper), share)
         value_page = cuda.local.array(runs, uint64)
         key_page = cuda.local.array(runs, uint64)
-        for h in range(2):
-            token = divide_u32(uint32(own_row + upper + uint32(8 * h)), share)
-            ends[h] = end_of(bidirectional_until, first_token, seq_len, query_len, token)
-            own_ends[h] = visible_end(seq_len, query_len, token)
-            maxima[h] = MINUS_INFINITY
-            totals[h] = float32(0)
-        for i in range(value_tiles):
-            for j in range(4):
-                sums[i, j] = float32(0)
-
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
         k_scale = scales_of(k_scales, kv_head)
         v_scale = scales_of(v_scales, kv_head)
         locate(value_page, block_tables, table, key, seen, stop, num_kv_heads, thread)
-        copy_queries(q_tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)
+        copy_queries(q_tile, q, (first_row, rows, share, kv_head, num_q_heads, first_token), thread)
         copy_keys(k_tile, k_column, k_scale, value_page, key, seen, stop, thread)
         copy_async_commit()
         following = uint32(key + uint32(keys))
@@ -265,17 +215,13 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
                 other = uint32(v_tile + uint32(ahead * tile_bytes) - odd) if ahead == 1 else v_tile
                 copy_keys(other, v_column, v_scale, value_page, values_of, seen, stop, thread)
             copy_async_commit()
-            score(scores, q_place, uint32(k_place + odd))
-            scale_keys(scores, uint32(k_tile + odd + uint32(scales_at) + own_key * uint32(4)), scale)
+            score(scores[0], q_place, uint32(k_place + odd))
+            scale_keys(held, uint32(k_tile + odd + uint32(scales_at) + own_key * uint32(4)), scale)
             if following > shortest_end or (has_window and uint32(key + window) < longest_end):
-                mask(scores, uint32(key + own_key), ends, own_ends, window)
-            is_larger = weigh(scores, maxima, totals, factors, maxima_place, barrier, group, quarter == uint32(0))
-            if is_larger != uint32(0):
-                for i in range(value_tiles):
-                    for j in range(4):
-                        sums[i, j] = sums[i, j] * factors[j // 2]
+                mask(held, uint32(key + own_key), window)
+            weigh(held, maxima_place, barrier, group, quarter == uint32(0))
             if not has_scales:
-                store_weights(own_weights, scores)
+                store_weights(own_weights, scores[0])
             wait_for_tile()
             sync_block()  # the values are there and the weights, and all warps have done with the keys
             if keys_of < stop:
@@ -285,21 +231,21 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
                 value_page[i] = key_page[i]
             locate(key_page, block_tables, table, uint32(keys_of + uint32(keys)), seen, stop, num_kv_heads, thread)
             if has_scales:
-                scale_values(scores, uint32(v_tile + odd + uint32(scales_at) + own_key * uint32(4)))
-                store_weights(own_weights, scores)
+                scale_values(held, uint32(v_tile + odd + uint32(scales_at) + own_key * uint32(4)))
+                store_weights(own_weights, scores[0])
                 sync_named(barrier, uint32(team))
-            add_values(sums, weights_place, uint32(v_place + odd))
+            add_values(held, weights_place, uint32(v_place + odd))
             if ahead == 1:
                 odd = uint32(uint32(tile_bytes) - odd)
             key = following
 
         _wait_for_copies()
         for h in range(2):
-            totals[h] = group_sum(totals[h], 4)
+            totals[0, h] = group_sum(totals[0, h], 4)
         if quarter == uint32(0):
             for h in range(2):
                 at = uint32(maxima_place + group * uint32(4 * tile_rows) + uint32(32 * h))
-                shared_store_f32(at, totals[h])
+                shared_store_f32(at, totals[0, h])
         sync_block()  # all have done with the queries, whose place takes the results, to be stored in whole rows
         for h in range(2):
             total = float32(0)
@@ -310,15 +256,15 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
                 if row < rows:
                     target = place_of(workspace, block, kv_head, num_kv_heads, uint32(row - first_row))
                     if group == uint32(0) and quarter == uint32(0):
-                        store_2xf32(target + uint64(columns * 4), (maxima[h], total))
-                    record_result(target + uint64(group) * uint64(own_columns * 4), sums, h, quarter)
+                        store_2xf32(target + uint64(columns * 4), (maxima[0, h], total))
+                    record_result(target + uint64(group) * uint64(own_columns * 4), sums[0], h, quarter)
             else:
                 reciprocal = reciprocal_of(total)
                 if has_sinks:
-                    reciprocal = share_of_keys(maxima[h], total, load_sink(sinks, sink_head(row, share, kv_head)))
+                    reciprocal = share_of_keys(maxima[0, h], total, load_sink(sinks, sink_head(row, share, kv_head)))
                 place = uint32(strip_queries + (upper + uint32(8 * h)) * uint32(pitch))
                 place = uint32(place + group * uint32(own_columns * 2))
-                store_result(place, sums, reciprocal, h, quarter)
+                pack_row(sums[0], h, reciprocal, place, uint32(quarter * uint32(2)))
         if is_split and num_parts > uint32(1):
             combine(
                 scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads,
@@ -327,7 +273,7 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
         else:
             sync_named(barrier, uint32(team))
             own = uint32(group * uint32(32) + lane)
-            copy_out(strip_queries, out, own_row, rows, share, kv_head, num_q_heads, first_token, own)
+            copy_out(strip_queries, out, (own_row, rows, share, kv_head, num_q_heads, first_token), own)
 
     tier = "decode" if is_split else "flash"
     name = f"attention_{tier}_{dtype}_d{head_dim}_b{block_size}_r{tile_rows}_k{keys}{variant.suffix}"

@@ -19,7 +19,14 @@ from typing import Any
 from numba import uint32, uint64
 
 from numba_kernels.cuda.attention.online_softmax import origin_of, subtract
-from numba_kernels.cuda.attention.tiles import Variant, end_finder, rows_of_thread, tile_shape, visible_end
+from numba_kernels.cuda.attention.tiles import (
+    Variant,
+    end_finder,
+    page_copier,
+    rows_of_thread,
+    tile_shape,
+    visible_end,
+)
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.math import exp2, minimum_u32
@@ -74,9 +81,37 @@ def end_finder_of(variant: Variant) -> Any:
 
 
 @functools.cache
-def row_copier(dtype: str, columns: int, pair: int, num_keys: int, threads: int) -> tuple[Any, Any, Any]:
-    """As `tiles.key_tile_copier`, for expanded rows of `pair` numbers a head, keys or values: its `copy` takes the
-    bytes from one key's rows to the next before `offset`."""
+def tile_sources(
+    variant: Variant, dtype: str, qk_dim: int, v_dim: int, block_size: int, num_keys: int, threads: int
+) -> tuple[Any, tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+    """``locate(block_tables, table, first_key, seen, end_key, num_kv_heads, thread)`` gives the places of a thread's
+    rows of keys and of values; then for each of them device functions as `tiles.page_copier`'s: ``column``,
+    ``scales_of`` and ``copy``, of pages or of expanded rows."""
+    if variant.is_expanded:
+        (locate_keys, *keys), (locate_values, *values) = (
+            _row_copier(dtype, columns, qk_dim + v_dim, num_keys, threads) for columns in (qk_dim, v_dim)
+        )
+    else:
+        locate_keys, *keys = page_copier(
+            dtype, variant.pages, qk_dim, block_size, num_keys, threads, variant.has_window
+        )
+        locate_values, values = locate_keys, keys
+    is_even = qk_dim == v_dim
+
+    @device_function
+    def locate(block_tables, table, first_key, seen, end_key, num_kv_heads, thread):
+        page = locate_keys(block_tables, table, first_key, seen, end_key, num_kv_heads, thread)
+        value_page = page
+        if not is_even:
+            value_page = locate_values(block_tables, table, first_key, seen, end_key, num_kv_heads, thread)
+        return page, value_page
+
+    return locate, tuple(keys), tuple(values)
+
+
+def _row_copier(dtype: str, columns: int, pair: int, num_keys: int, threads: int) -> tuple[Any, Any, Any, Any]:
+    """As `tiles.page_copier`, for expanded rows of `pair` numbers a head, keys or values: in the place of scales stand
+    the bytes from one key's rows to the next."""
     shape, item = tile_shape(dtype, columns), ITEM_BYTES[dtype]
     pieces, pitch, stored_pieces, head_bytes = shape.pieces, shape.pitch, columns * item // 16, pair * item
     unit = rows_of_thread(num_keys, pieces, threads)
@@ -93,6 +128,10 @@ def row_copier(dtype: str, columns: int, pair: int, num_keys: int, threads: int)
         return uint64(key) * uint64(uint32(num_heads * uint32(head_bytes)))
 
     @device_function
+    def row_bytes_of(scales, head, num_heads):
+        return uint64(uint32(num_heads * uint32(head_bytes)))
+
+    @device_function
     def copy(tile, column, row_bytes, offset, first_key, seen, end_key, thread):
         row = uint32(uint32(thread // uint32(pieces)) * uint32(unit))
         piece = uint32(thread % uint32(pieces))
@@ -106,7 +145,7 @@ def row_copier(dtype: str, columns: int, pair: int, num_keys: int, threads: int)
                 copy_async_16(uint32(target + uint32(i * pitch)), source, size)
                 source = source + row_bytes
 
-    return column, locate, copy
+    return locate, column, row_bytes_of, copy
 
 
 @functools.cache

@@ -316,6 +316,27 @@ def scale_copier(
 
 
 @functools.cache
+def page_copier(
+    dtype: str, pages: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool
+) -> tuple[Any, Any, Any, Any]:
+    """``(locate, column, scales_of, copy)`` of pages, of `pages` or the dtype: `key_tile_copier`'s and `scale_copier`'s
+    functions, ``copy(tile, column, scales, offset, …)``. Scales follow a tile's rows; float32 has them multiplied."""
+    sizes = head_dim, block_size, num_keys, threads, has_window
+    column, locate, copy_rows = key_tile_copier(pages or dtype, *sizes)
+    of_head, copy_scales = scale_copier(pages or dtype, *sizes)
+    has_scales, scales_at = pages != "", num_keys * tile_shape(pages or dtype, head_dim).pitch
+
+    @device_function
+    def copy(tile, column, scales, offset, first_key, seen, end_key, thread):
+        copy_rows(tile, column, offset, first_key, seen, end_key, thread)
+        if has_scales:
+            copy_scales(uint32(tile + uint32(scales_at)), scales, offset, first_key, seen, end_key, thread)
+
+    scales_of = device_function(lambda scales, kv_head, num_kv_heads: of_head(scales, kv_head))
+    return locate, column, scales_of, widening_copier(pages, *sizes) if has_scales and dtype == "f32" else copy
+
+
+@functools.cache
 def run_copier(
     dtype: str, head_dim: int, block_size: int, num_keys: int, num_runs: int, threads: int, has_window: bool
 ) -> tuple[Any, Any, Any, Any]:
@@ -403,91 +424,73 @@ def sink_head(row, share, kv_head):
 
 @functools.cache
 def query_tile_copier(dtype: str, head_dim: int, num_rows: int, threads: int) -> Any:
-    """A device function ``copy(tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread)``: rows
-    first_row to first_row + num_rows - 1 of q, those from `rows` on zeros. Partly asynchronous: commit and wait."""
-    shape = tile_shape(dtype, head_dim)
-    pitch, item = shape.pitch, ITEM_BYTES[dtype]
-    row_bytes = uint64(head_dim * item)
-    if head_dim * item % 16 == 0:
-        pieces, stored_pieces = shape.pieces, head_dim * item // 16
-
-        @device_function
-        def copy(tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
-            index = thread
-            while index < uint32(num_rows * pieces):
-                place = uint32(index // uint32(pieces))
-                piece = uint32(index - place * uint32(pieces))
-                row = uint32(first_row + place)
-                source = q
-                size = uint32(0)
-                if row < rows and piece < uint32(stored_pieces):
-                    at = head_row(row, share, kv_head, num_q_heads, first_token)
-                    source = q + at * row_bytes + uint64(piece) * uint64(16)
-                    size = uint32(16)
-                copy_async_16(uint32(tile + place * uint32(pitch) + piece * uint32(16)), source, size)
-                index = uint32(index + uint32(threads))
-
-        return copy
-
-    columns = shape.columns
+    """A device function ``copy(tile, q, place, thread)``: rows first_row to first_row + num_rows - 1 of q, those from
+    `rows` on zeros; `place` is (first_row, rows, share, kv_head, num_q_heads, first_token). Partly asynchronous: commit
+    and wait."""
+    shape, item = tile_shape(dtype, head_dim), ITEM_BYTES[dtype]
+    unit, pitch, row_bytes = _unit_of(head_dim, item), shape.pitch, uint64(head_dim * item)
+    pieces, stored_pieces = shape.columns * item // unit, head_dim * item // unit
     load_bits, store_bits, bits = (
         (load_b32, shared_store_b32, types.uint32) if item == 4 else (load_b16, shared_store_b16, types.uint16)
     )
 
     @device_function
-    def copy_elements(tile, q, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
+    def bring_element(target, source, size):
+        value = bits(0)
+        if size > uint32(0):
+            value = load_bits(source)
+        store_bits(target, value)
+
+    bring = copy_async_16 if unit == 16 else bring_element
+
+    @device_function
+    def copy(tile, q, place, thread):
+        first_row, rows, share, kv_head, num_q_heads, first_token = place
         index = thread
-        while index < uint32(num_rows * columns):
-            place = uint32(index // uint32(columns))
-            column = uint32(index - place * uint32(columns))
-            row = uint32(first_row + place)
-            value = bits(0)
-            if row < rows and column < uint32(head_dim):
+        while index < uint32(num_rows * pieces):
+            below = uint32(index // uint32(pieces))
+            piece = uint32(index - below * uint32(pieces))
+            row = uint32(first_row + below)
+            source = q
+            size = uint32(0)
+            if row < rows and piece < uint32(stored_pieces):
                 at = head_row(row, share, kv_head, num_q_heads, first_token)
-                value = load_bits(q + at * row_bytes + uint64(uint32(column * uint32(item))))
-            store_bits(uint32(tile + place * uint32(pitch) + column * uint32(item)), value)
+                source = q + at * row_bytes + uint64(piece) * uint64(unit)
+                size = uint32(unit)
+            bring(uint32(tile + below * uint32(pitch) + piece * uint32(unit)), source, size)
             index = uint32(index + uint32(threads))
 
-    return copy_elements
+    return copy
 
 
 @functools.cache
 def output_tile_copier(dtype: str, head_dim: int, num_rows: int, threads: int) -> Any:
-    """A device function ``copy(tile, out, first_row, rows, share, kv_head, num_q_heads, first_token, thread)``: a
-    tile of finished rows in shared memory goes to out, but for rows from `rows` on."""
+    """A device function ``copy(tile, out, place, thread)``: a tile of finished rows in shared memory goes to out, but
+    for rows from `rows` on; `place` as in `query_tile_copier`."""
     pitch, item = tile_shape(dtype, head_dim).pitch, ITEM_BYTES[dtype]
-    row_bytes = uint64(head_dim * item)
-    if head_dim * item % 16 == 0:
-        pieces = head_dim * item // 16
-
-        @device_function
-        def copy(tile, out, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
-            index = thread
-            while index < uint32(num_rows * pieces):
-                place = uint32(index // uint32(pieces))
-                piece = uint32(index - place * uint32(pieces))
-                row = uint32(first_row + place)
-                if row < rows:
-                    values = shared_load_4xb32(uint32(tile + place * uint32(pitch) + piece * uint32(16)))
-                    at = head_row(row, share, kv_head, num_q_heads, first_token)
-                    store_4xb32(out + at * row_bytes + uint64(piece) * uint64(16), values)
-                index = uint32(index + uint32(threads))
-
-        return copy
-
-    load_bits, store_bits = (shared_load_b32, store_b32) if item == 4 else (_shared_load_b16, store_b16)
+    unit, row_bytes = _unit_of(head_dim, item), uint64(head_dim * item)
+    pieces = head_dim * item // unit
+    take, put = {
+        16: (shared_load_4xb32, store_4xb32), 4: (shared_load_b32, store_b32), 2: (_shared_load_b16, store_b16)
+    }[unit]  # fmt: skip
 
     @device_function
-    def copy_elements(tile, out, first_row, rows, share, kv_head, num_q_heads, first_token, thread):
+    def copy(tile, out, place, thread):
+        first_row, rows, share, kv_head, num_q_heads, first_token = place
         index = thread
-        while index < uint32(num_rows * head_dim):
-            place = uint32(index // uint32(head_dim))
-            column = uint32(index - place * uint32(head_dim))
-            row = uint32(first_row + place)
+        while index < uint32(num_rows * pieces):
+            below = uint32(index // uint32(pieces))
+            piece = uint32(index - below * uint32(pieces))
+            row = uint32(first_row + below)
             if row < rows:
-                value = load_bits(uint32(tile + place * uint32(pitch) + column * uint32(item)))
+                values = take(uint32(tile + below * uint32(pitch) + piece * uint32(unit)))
                 at = head_row(row, share, kv_head, num_q_heads, first_token)
-                store_bits(out + at * row_bytes + uint64(uint32(column * uint32(item))), value)
+                put(out + at * row_bytes + uint64(piece) * uint64(unit), values)
             index = uint32(index + uint32(threads))
 
-    return copy_elements
+    return copy
+
+
+def _unit_of(head_dim: int, item: int) -> int:
+    """Bytes that are copied at once: a row of q or out is whole units."""
+    return 16 if head_dim * item % 16 == 0 else item

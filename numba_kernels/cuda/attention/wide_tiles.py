@@ -15,23 +15,22 @@ from typing import Any
 
 from numba import cuda, float32, uint32
 
+from numba_kernels.cuda.attention.flash_parts import Form, values_adder
 from numba_kernels.cuda.attention.online_softmax import origin_of, subtract
 from numba_kernels.cuda.attention.parts import scratch_bytes
-from numba_kernels.cuda.attention.tiles import run_copier, tile_shape
+from numba_kernels.cuda.attention.tiles import Variant, run_copier, tile_shape
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import exp2
-from numba_kernels.cuda.intrinsics.memory import shared_load_2xf32, shared_load_f32, shared_store_b32, shared_store_f32
+from numba_kernels.cuda.intrinsics.memory import shared_load_f32, shared_store_b32, shared_store_f32
 from numba_kernels.cuda.intrinsics.mma import (
-    load_matrix_x2_transposed,
     load_matrix_x4,
-    load_matrix_x4_transposed,
     product_adder,
     put_4,
 )
 from numba_kernels.cuda.intrinsics.sync import sync_named
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, or_b32, shuffle_xor_f32
-from numba_kernels.cuda.quantised_pages import fragment_unpacker, page_factor
+from numba_kernels.cuda.quantised_pages import fragment_unpacker
 
 SMALL = ("sm_86", "sm_89", "sm_120", "sm_120a")
 """Architectures whose blocks have 99 KB of shared memory at most; others have 163 KB and more."""
@@ -131,6 +130,16 @@ def wide_tiles(dtype: str, pages: str, head_dim: int, arch: str, is_split: bool)
     return WideTiles(dtype, pages, head_dim, 1 if is_split else 4, 4 if is_split else 2, 32, 2 if is_split else 1)
 
 
+def wide_form(tiles: WideTiles, variant: Variant) -> Form:
+    """A warp's part, its own keys and columns, for `flash_parts`."""
+    value_tiles, pitch, key_pitch = tiles.own_columns // 8, tiles.pitch, tiles.key_pitch
+    value_fours, value_pairs = (-(-value_tiles // 4), 0) if tiles.pages else (0, value_tiles // 2)
+    return Form(
+        tiles.dtype, variant, tiles.own_keys, 1, tiles.columns // 16, tiles.own_keys // 8, value_tiles, 0, value_fours,
+        0, value_pairs, False, pitch, pitch, key_pitch, key_pitch,
+    )  # fmt: skip
+
+
 @functools.cache
 def wide_tile_copier(tiles: WideTiles, block_size: int, has_window: bool) -> tuple[int, Any, Any, Any, Any]:
     """How many runs of rows a thread has, then `run_copier`'s functions for all of them."""
@@ -205,20 +214,22 @@ def wide_scorer(tiles: WideTiles) -> tuple[Any, Any]:
 def wide_weigher(tiles: WideTiles) -> Any:
     """A device function: scores of a warp's own keys become weights, measured from the strip's largest so far.
 
-    ``(scores, maxima, totals, factors, place, barrier, group, is_first)`` gives whether a row has a larger score than
-    before. `place` is the shared address of the lane's upper row in the block's largest scores, `is_first` whether the
-    lane stores its quad's. `totals` are of own keys.
+    ``(held, place, barrier, group, is_first)``: `place` is the shared address of the lane's upper row in the block's
+    largest scores, `is_first` whether the lane stores its quad's. Totals are of own keys. Sums are rescaled where a row
+    has a larger score than before.
     """
     key_tiles, groups, row_bytes, team = tiles.own_keys // 8, tiles.groups, 4 * tiles.num_rows, 32 * tiles.groups
+    value_tiles = tiles.own_columns // 8
 
     @device_function
-    def weigh(scores, maxima, totals, factors, place, barrier, group, is_first):
+    def weigh(held, place, barrier, group, is_first):
+        scores, maxima, totals, factors, sums = held.scores, held.maxima, held.totals, held.factors, held.sums
         is_larger = uint32(0)
         own = cuda.local.array(2, float32)
         for h in range(2):
-            largest = maxima[h]
+            largest = maxima[0, h]
             for i in range(key_tiles):
-                largest = maximum_f32(largest, maximum_f32(scores[i, 2 * h], scores[i, 2 * h + 1]))
+                largest = maximum_f32(largest, maximum_f32(scores[0, i, 2 * h], scores[0, i, 2 * h + 1]))
             largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(1)))
             largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(2)))
             own[h] = largest
@@ -227,21 +238,24 @@ def wide_weigher(tiles: WideTiles) -> Any:
                 shared_store_f32(uint32(place + group * uint32(row_bytes) + uint32(32 * h)), own[h])
         sync_named(barrier, uint32(team))
         for h in range(2):
-            largest = maxima[h]
+            largest = maxima[0, h]
             for other in range(groups):
                 largest = maximum_f32(largest, shared_load_f32(uint32(place + uint32(other * row_bytes + 32 * h))))
             origin = origin_of(largest)
-            factors[h] = exp2(subtract(maxima[h], origin))
-            if largest > maxima[h]:
+            factors[0, h] = exp2(subtract(maxima[0, h], origin))
+            if largest > maxima[0, h]:
                 is_larger = uint32(1)
-            maxima[h] = largest
-            total = totals[h] * factors[h]
+            maxima[0, h] = largest
+            total = totals[0, h] * factors[0, h]
             for i in range(key_tiles):
                 for j in range(2):
-                    scores[i, 2 * h + j] = exp2(subtract(scores[i, 2 * h + j], origin))
-                    total = total + scores[i, 2 * h + j]
-            totals[h] = total
-        return or_b32(is_larger)
+                    scores[0, i, 2 * h + j] = exp2(subtract(scores[0, i, 2 * h + j], origin))
+                    total = total + scores[0, i, 2 * h + j]
+            totals[0, h] = total
+        if or_b32(is_larger) != uint32(0):
+            for i in range(value_tiles):
+                for j in range(4):
+                    sums[0, i, j] = sums[0, i, j] * factors[0, j // 2]
 
     return weigh
 
@@ -263,56 +277,15 @@ def weight_storer(tiles: WideTiles) -> Any:
 
 
 @functools.cache
-def wide_summer(tiles: WideTiles) -> Any:
-    """A device function ``(sums, weights, values)``: adds the products of the strip's weights, at the lane's shared
-    address, with the group's columns of values, at the lane's; `sums` is an array [tiles of 8 columns, 4]."""
-    value_tiles, has_scales, pitch = tiles.own_columns // 8, tiles.pages != "", tiles.key_pitch
-    fours, pairs_of_tiles = (-(-value_tiles // 4), 0) if has_scales else (0, value_tiles // 2)
-    add_product, unpack = product_adder(tiles.dtype), fragment_unpacker(tiles.pages or "s8", tiles.dtype, 4)
-    key_steps = tiles.num_keys // 16
+def wide_summer(tiles: WideTiles, form: Form) -> Any:
+    """A device function ``(held, weights, values)``: adds the products of the strip's weights, at the lane's shared
+    address, with the group's columns of values, at the lane's."""
+    add_values, key_steps, pitch = values_adder(form), tiles.num_keys // 16, tiles.key_pitch
 
     @device_function
-    def add(sums, weights, values):
-        words = cuda.local.array(4, uint32)
-        pairs = cuda.local.array(8, uint32)
-        room = cuda.local.array(1, uint32)
+    def add(held, weights, values):
         for step in range(key_steps):
-            weight = load_matrix_x4(uint32(weights + uint32(32 * step)))
-            at = uint32(values + uint32(step * 16 * pitch))
-            for four in range(fours):
-                if 4 * four + 4 <= value_tiles:
-                    put_4(words, load_matrix_x4_transposed(uint32(at + uint32(32 * four))))
-                else:  # the other 16 columns are another warp's, or padding
-                    words[0], words[1] = load_matrix_x2_transposed(uint32(at + uint32(32 * four)))
-                unpack(pairs, words, room)
-                for each in range(4):
-                    if 4 * four + each < value_tiles:
-                        first = each // 2 * 4 + each % 2
-                        add_product(sums[4 * four + each], weight, (pairs[first], pairs[first + 2]))
-            for pair in range(pairs_of_tiles):
-                v0, v1, v2, v3 = load_matrix_x4_transposed(uint32(at + uint32(32 * pair)))
-                add_product(sums[2 * pair], weight, (v0, v1))
-                add_product(sums[2 * pair + 1], weight, (v2, v3))
+            put_4(held.weights[0], load_matrix_x4(uint32(weights + uint32(32 * step))))
+            add_values(held, uint32(values + uint32(step * 16 * pitch)))
 
     return add
-
-
-@functools.cache
-def key_scaler(tiles: WideTiles, scaled: Any) -> Any:
-    """A device function ``(scores, scales, scale)``: scores times the keys' scales, at the lane's shared address, and
-    `scale`, then through `scaled`."""
-    key_tiles, has_scales = tiles.own_keys // 8, tiles.pages != ""
-    factor = float32(page_factor(tiles.pages, tiles.dtype) if has_scales else 1)
-
-    @device_function
-    def apply(scores, scales, scale):
-        for i in range(key_tiles):
-            even_scale, odd_scale = scale, scale
-            if has_scales:
-                a, b = shared_load_2xf32(uint32(scales + uint32(32 * i)))
-                even_scale, odd_scale = a * factor * scale, b * factor * scale
-            for h in range(2):
-                scores[i, 2 * h] = scaled(scores[i, 2 * h], even_scale)
-                scores[i, 2 * h + 1] = scaled(scores[i, 2 * h + 1], odd_scale)
-
-    return apply

@@ -317,6 +317,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         if seq >= num_seqs:
             return
         rows, first_row, shortest_end, longest_end = rows_of_tile(tile, NUM_ROWS, seq_len, query_len, num_heads)
+        place_of_tile = first_row, rows, num_heads, uint32(0), num_heads, first_token
         key = uint32(part * part_keys)
         stop = minimum_u32(uint32(key + part_keys), longest_end)
         table = uint64(seq) * uint64(table_width)
@@ -357,7 +358,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                     sums[i, side, j] = float32(0)
 
         locate(block_tables, table, key, stop, thread, blocks)
-        copy_queries(q_tile, q, first_row, rows, num_heads, uint32(0), num_heads, first_token, thread)
+        copy_queries(q_tile, q, place_of_tile, thread)
         copy_tile(stages, pages, key, stop, thread, blocks)
         copy_async_commit()
         following = uint32(key + uint32(num_keys))
@@ -458,7 +459,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         place = uint32(q_tile + above * uint32(out_pitch) + pair * uint32(2))
         stage_results(sums, totals, place, first_pair)
         sync_block()
-        copy_results(q_tile, out, first_row, rows, num_heads, uint32(0), num_heads, first_token, thread)
+        copy_results(q_tile, out, place_of_tile, thread)
 
     name = f"latent_attention_{dtype}_w{width}_v{value_dim}_b{block_size}_k{num_keys}{f'_{tiles.pages}' * in_bytes}"
     constants = {
