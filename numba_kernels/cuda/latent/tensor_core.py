@@ -92,13 +92,14 @@ class LatentTiles:
         return self.width - self.value_dim
 
     @property
-    def value_columns(self) -> int:
-        return -(-self.value_dim // 16) * 16
+    def own_pairs(self) -> int:
+        """A warp's steps of 16 columns."""
+        return self.value_dim // (16 * WARPS)
 
     @property
     def pieces(self) -> int:
         """16-byte pieces of a row, so that both products find whole steps."""
-        return 2 * -(-max(self.width, self.first_value + self.value_columns) // 16)
+        return 2 * -(-self.width // 16)
 
     @property
     def pitch(self) -> int:
@@ -142,8 +143,10 @@ class LatentTiles:
 
 
 def choose_tiles(dtype: str, width: int, value_dim: int, most_shared: int, pages: str = "") -> LatentTiles | None:
-    """The largest tiles that a block's shared memory holds; None if the kernel has none for such rows."""
-    if dtype == "f32" or (width - value_dim) % (16 if pages else 8) or value_dim > MOST_VALUES:
+    """The largest tiles that a block's shared memory holds; None if the kernel has none for such rows. Each warp has
+    as many columns of a value."""
+    first_value = width - value_dim
+    if dtype == "f32" or first_value % (16 if pages else 8) or value_dim % (16 * WARPS) or value_dim > MOST_VALUES:
         return None
     found = (LatentTiles(dtype, width, value_dim, num_keys, pages) for num_keys in TILE_KEYS)
     return next((tiles for tiles in found if tiles.shared_bytes <= most_shared), None)
@@ -241,31 +244,27 @@ def _weigher(dtype: str, weight_pitch: int) -> Any:
 def _result_keepers(tiles: LatentTiles) -> tuple[Any, Any]:
     """Device functions ``stage(sums, totals, place, first_pair)``, which writes a warp's results to shared memory, from
     the lane's place on, and ``record_sums(sums, record, half, first_pair, pair)`` of its upper or lower row."""
-    pack, pairs = pack_bf16 if tiles.dtype == "bf16" else pack_f16, tiles.value_columns // 16
-    own_pairs, is_even, out_pitch = (
-        -(-pairs // WARPS), pairs % WARPS == 0, tile_shape(tiles.dtype, tiles.value_dim).pitch
-    )  # fmt: skip
+    pack, own_pairs = pack_bf16 if tiles.dtype == "bf16" else pack_f16, tiles.own_pairs
+    out_pitch = tile_shape(tiles.dtype, tiles.value_dim).pitch
 
     @device_function
     def record_sums(sums, record, half, first_pair, pair):
         for i in range(own_pairs):
-            if is_even or uint32(first_pair + uint32(i)) < uint32(pairs):
-                column = uint32(uint32(first_pair + uint32(i)) * uint32(16) + pair)
-                for side in range(2):
-                    at = record + uint64(uint32(uint32(column + uint32(8 * side)) * uint32(4)))
-                    store_2xf32(at, (sums[i, side, 2 * half], sums[i, side, 2 * half + 1]))
+            column = uint32(uint32(first_pair + uint32(i)) * uint32(16) + pair)
+            for side in range(2):
+                at = record + uint64(uint32(uint32(column + uint32(8 * side)) * uint32(4)))
+                store_2xf32(at, (sums[i, side, 2 * half], sums[i, side, 2 * half + 1]))
 
     @device_function
     def stage_results(sums, totals, place, first_pair):
         for j in range(2):
             factor = reciprocal_of(totals[j])
             for i in range(own_pairs):
-                if is_even or uint32(first_pair + uint32(i)) < uint32(pairs):
-                    column = uint32(uint32(first_pair + uint32(i)) * uint32(16))
-                    at = uint32(place + uint32(8 * j * out_pitch) + column * uint32(2))
-                    for side in range(2):
-                        both = pack(sums[i, side, 2 * j] * factor, sums[i, side, 2 * j + 1] * factor)
-                        shared_store_b32(uint32(at + uint32(16 * side)), both)
+                column = uint32(uint32(first_pair + uint32(i)) * uint32(16))
+                at = uint32(place + uint32(8 * j * out_pitch) + column * uint32(2))
+                for side in range(2):
+                    both = pack(sums[i, side, 2 * j] * factor, sums[i, side, 2 * j + 1] * factor)
+                    shared_store_b32(uint32(at + uint32(16 * side)), both)
 
     return stage_results, record_sums
 
@@ -282,9 +281,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     score, (stage_results, record_sums) = _scorer(dtype, -(-width // 16)), _result_keepers(tiles)
     weigh, key_steps = _weigher(dtype, weight_pitch), num_keys // 16
     score_warps = num_keys // 16
-    pairs = tiles.value_columns // 16  # of the tensor core's 8 columns
-    own_pairs = -(-pairs // WARPS)
-    is_even = pairs % WARPS == 0
+    own_pairs = tiles.own_pairs
     groups = num_keys // _COPIED_ROWS
     locate, copy_tile = _tile_copiers(tiles, block_size)
     add_product, find = product_adder(dtype), part_finder(NUM_ROWS, num_keys, THREADS, False)
@@ -419,11 +416,10 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
             for step in range(key_steps):
                 a = load_matrix_x4(uint32(weight_place + uint32(32 * step)))
                 for i in range(own_pairs):
-                    if is_even or uint32(first_pair + uint32(i)) < uint32(pairs):
-                        place = uint32(own_tile + value_place + uint32(16 * pitch * step + 32 * i))
-                        b = load_matrix_x4_transposed(place)
-                        add_product(sums[i, 0], a, (b[0], b[1]))
-                        add_product(sums[i, 1], a, (b[2], b[3]))
+                    place = uint32(own_tile + value_place + uint32(16 * pitch * step + 32 * i))
+                    b = load_matrix_x4_transposed(place)
+                    add_product(sums[i, 0], a, (b[0], b[1]))
+                    add_product(sums[i, 1], a, (b[2], b[3]))
             sync_block()
             if not in_bytes:
                 if later < stop:
