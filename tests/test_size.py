@@ -16,7 +16,7 @@ PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools"
 MOST_LINES = {
     "numba_kernels": 46_276,
     "runtime/emulator": 17_039,
-    "runtime/device": 3_921,
+    "runtime/device": 3_932,
     "runtime/tensor": 1_820,
     "runtime/backends": 3_647,
     "runtime/linear": 3_475,

@@ -24,6 +24,7 @@ from runtime.device.errors import CompileError
 
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
+_BLOCKS = re.compile(r"\.minnctapersm\s+(\d+)")
 _WHOLE = re.compile(r"\bsetmaxnreg\b")
 _HEADER = re.compile(r"^\s*\.(version|target|address_size)\b.*$", re.MULTILINE)  # NVVM writes its own
 _MODULE = """target datalayout = "e-p:64:64:64-i1:8:8-i8:8:8-i16:16:16-i32:32:32-i64:64:64-i128:128:128-f32:32:32-\
@@ -58,10 +59,20 @@ class Assembled:
 
 
 def assemble(ptx: str, arch: str) -> Assembled:
-    """Assembles a text that holds one kernel for an architecture, as "sm_90a".
+    """Assembles a text that holds one kernel for an architecture, as "sm_90a". Where so many blocks of a multiprocessor
+    as it asks for leave a thread too few registers, there are fewer.
 
     Raises CompileError with ptxas's own words.
     """
+    made, asked = _assemble(ptx, arch), _BLOCKS.search(ptx)
+    for count in range(int(asked[1]) - 1, 0, -1) if asked is not None and not _WHOLE.search(ptx) else ():
+        if not made.spill_store_bytes + made.spill_load_bytes:
+            break
+        made = _assemble(_BLOCKS.sub(f".minnctapersm {count}", ptx), arch)
+    return made
+
+
+def _assemble(ptx: str, arch: str) -> Assembled:
     from cuda.bindings import nvjitlink
 
     is_whole = _WHOLE.search(ptx) is not None

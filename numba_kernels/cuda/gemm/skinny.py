@@ -56,7 +56,6 @@ from numba_kernels.cuda.gemm.skinny_shape import (
     ROW_TILES,
     SCALES_BYTES,
     SPILLING,
-    SPILLS_ON,
     TILE_BYTES,
     Shape,
     choose,
@@ -359,7 +358,7 @@ def _kernel(
         argument_types=riding.argument_types(takes_adapters),
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 and has_few_registers else 1,
-        spills_on=SPILLS_ON if takes_adapters or (weight, row_tiles) in SPILLING else (),
+        spills_on=tuple(arch for arch, *kind in SPILLING if kind == [weight, row_tiles]),
         min_capability=90 if has_clusters else 80,
         replaced_from=90 if packing is not None and not has_clusters else 0,
         constants={
@@ -398,7 +397,7 @@ def can_take_adapters(product: Product, machine: Machine) -> bool:
     kernel for any number of rows."""
     if why_not(product, machine) or product.exact or product.out != product.x or product.m > riding.MAX_ROWS:
         return False
-    return machine.arch not in SPILLS_ON and _shape_with_adapters(product, machine) is not None
+    return _shape_with_adapters(product, machine) is not None
 
 
 def _shape_with_adapters(product: Product, machine: Machine) -> Shape | None:

@@ -41,12 +41,8 @@ from numba_kernels.cuda.packing import packing_of
 MAX_ROWS = 64
 ROW_TILES = (1, 2, 4)  # of 16 rows of x, for which kernels exist
 BLOCK_WARPS = 8
-SPILLING = {
-    ("u4_g128", 1), ("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 1), ("u4_g32", 4),
-    ("e2m1_g32_exponents", 4), ("e2m1_g16_e4m3", 4),
-}  # fmt: skip
-"""Weights and row tiles; with 2 of these all have enough registers."""
-SPILLS_ON = ("sm_100a", "sm_120a")  # where ptxas finds those some registers short
+SPILLING = {("sm_100a", "u4_g128", 2), ("sm_100a", "u4_g128_zeros", 2)}
+"""Weights and row tiles for which ptxas finds some registers short; 1 or 4 of these have enough."""
 MANY_COLUMNS = 8449
 """From here on two teams of columns fill a large GPU, and x is read half as often. Below, blocks of a single team are
 at most 264, two for each multiprocessor of a H200."""
@@ -166,8 +162,7 @@ def can_cluster(machine: Machine) -> bool:
 def shapes(product: Product, machine: Machine) -> list[Shape]:
     """Shapes worth a comparison: without clusters of as many row tiles as the rows fill, and each with as many blocks
     of a cluster as serve it best."""
-    spilling = SPILLING if machine.arch in SPILLS_ON else set()
-    fitting = [tiles for tiles in ROW_TILES if (product.weight, tiles) not in spilling]
+    fitting = [tiles for tiles in ROW_TILES if (machine.arch, product.weight, tiles) not in SPILLING]
     packing = packing_of(product.weight)
     if product.exact and packing is not None:  # all blocks multiply by groups' scales at the same place
         fitting = [tiles for tiles in fitting if settles(packing, tiles) == settles(packing, 1)]

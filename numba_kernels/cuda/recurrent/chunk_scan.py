@@ -201,16 +201,14 @@ def chunk_scan(form: ChunkForm, num_warps: int, state_dtype: str) -> Specialisat
                 copy_run(uint32(stages + odd + uint32(key_part)), values_source, uint32(copied), thread)
             copy_async_commit()
             decays = uint32(stage + uint32(decays_at))
-            for i in range(STRIPS):
-                for side in range(2):
-                    tile = 2 * i + side
-                    for h in range(2):
-                        results[tile, 2 * h] = float32(0)
-                        results[tile, 2 * h + 1] = float32(0)
-                        if has_delta:
-                            low, high = unpack(given[i, 2 * side + h])
-                            news[tile, 2 * h] = low
-                            news[tile, 2 * h + 1] = high
+            for tile in range(TILES):
+                for j in range(4):
+                    results[tile, j] = float32(0)
+                for h in range(2):
+                    if has_delta:
+                        low, high = unpack(given[tile // 2, 2 * (tile % 2) + h])
+                        news[tile, 2 * h] = low
+                        news[tile, 2 * h + 1] = high
             # V' = U - W S, O = Q S
             for step in range(steps):
                 factors[0] = pack(sums[2 * step, 0], sums[2 * step, 1])

@@ -266,12 +266,13 @@ def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activa
 
 
 @pytest.mark.parametrize(
-    ("arch", "m", "row_blocks", "rows"), [("sm_90a", 70, 2, 64), ("sm_120a", 70, 3, 32), ("sm_100a", 64, 2, 32)]
+    ("arch", "m", "row_blocks", "rows"),
+    [("sm_90a", 70, 2, 64), ("sm_90a", 30, 1, 32), ("sm_120a", 30, 1, 32), ("sm_100a", 30, 2, 16)],
 )
-def test_blocks_have_fewer_rows_where_a_kernel_spills(arch, m, row_blocks, rows):
+def test_blocks_have_other_rows_where_a_kernel_spills(arch, m, row_blocks, rows):
     epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
-    launch = skinny.plan(gemm.Product(m, 8192, 8192, "bf16", "u4_g32", epilogue=epilogue), gemm.machine_of(arch))
-    assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_skinny_u4_g32_bf16_bf16_{rows}_c")
+    launch = skinny.plan(gemm.Product(m, 8192, 8192, "bf16", "u4_g128", epilogue=epilogue), gemm.machine_of(arch))
+    assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_skinny_u4_g128_bf16_bf16_{rows}_c")
 
 
 def test_clusters_are_those_that_run_at_once():

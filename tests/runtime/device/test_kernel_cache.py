@@ -366,6 +366,22 @@ def test_registers_are_handed_over_in_whole_programs() -> None:
         assemble(text.format("nonsense;"), "sm_90a")
 
 
+def test_fewer_blocks_of_a_multiprocessor_where_registers_would_be_short() -> None:
+    """200 numbers are added up from the last one on; half of a multiprocessor's registers hold them all."""
+    from runtime.device.assemble import assemble
+
+    loads = "".join(f"ld.global.volatile.f32 %f{i}, [%rd1+{4 * i}];\n" for i in range(200))
+    sums = "".join(f"fma.rn.f32 %f200, %f200, %f{i}, %f{i};\n" for i in reversed(range(200)))
+    text = (
+        ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k(.param .u64 p) .maxntid 128 "
+        f".minnctapersm {{}} {{{{\n.reg .f32 %f<201>;\n.reg .b64 %rd<2>;\nld.param.u64 %rd1, [p];\n{loads}"
+        f"mov.f32 %f200, 0f00000000;\n{sums}st.global.f32 [%rd1], %f200;\nret;\n}}}}"
+    )
+    asked = {blocks: assemble(text.format(blocks), "sm_80") for blocks in (1, 2, 4)}
+    assert [code.spill_store_bytes for code in asked.values()] == [0, 0, 0]
+    assert asked[4].num_registers == asked[2].num_registers > 200
+
+
 def test_clear(cache: KernelCache) -> None:
     cache.get(scale(), "sm_80", is_ptx=True)
     (cache.folder / "other").mkdir()

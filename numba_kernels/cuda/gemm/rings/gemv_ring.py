@@ -68,19 +68,30 @@ def _pair_adder(dtype: str, rows: int) -> Any:
     """A device function ``(sums, pair, x_words, stage_at, position, k, lane)``: a stage's products."""
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
 
+    def adder(first: int) -> Any:
+        @device_function
+        def add(sums, x_words, stage_at, position, k, lane):
+            for i in range(TURNS):
+                if uint32(position + uint32(i * TURN) + lane * uint32(8)) < k:
+                    for e in range(2):
+                        words = memory.shared_load_4xb32(uint32(stage_at + uint32(e * PIECE_BYTES + i * TURN * 2)))
+                        for w in range(4):
+                            low, high = unpack(words[w])
+                            for r in range(rows):
+                                x_low, x_high = unpack(x_words[(r * TURNS + i) * 4 + w])
+                                sums[r * COLUMNS + first + e] += x_low * low
+                                sums[r * COLUMNS + first + e] += x_high * high
+
+        return add
+
+    add_first, add_second = adder(0), adder(2)
+
     @device_function
     def add_pair(sums, pair, x_words, stage_at, position, k, lane):
-        for i in range(TURNS):
-            if uint32(position + uint32(i * TURN) + lane * uint32(8)) < k:
-                for e in range(2):
-                    column = 2 * pair + e
-                    words = memory.shared_load_4xb32(uint32(stage_at + uint32(e * PIECE_BYTES + i * TURN * 2)))
-                    for w in range(4):
-                        low, high = unpack(words[w])
-                        for r in range(rows):
-                            x_low, x_high = unpack(x_words[(r * TURNS + i) * 4 + w])
-                            sums[r * COLUMNS + column] += x_low * low
-                            sums[r * COLUMNS + column] += x_high * high
+        if pair == 0:
+            add_first(sums, x_words, stage_at, position, k, lane)
+        else:
+            add_second(sums, x_words, stage_at, position, k, lane)
 
     return add_pair
 
@@ -112,11 +123,8 @@ def ring_kernel(
 ) -> Specialisation:
     """The kernel for one row of x, or for two."""
     is_gated, load_parts = activation != "", memory.load_4xf32
-    ask, add_pair, finish_tile = (
-        _asker(is_gated),
-        _pair_adder(dtype, rows),
-        _tile_finisher(dtype, out_dtype, activation),
-    )
+    ask, add_pair = _asker(is_gated), _pair_adder(dtype, rows)
+    finish_tile = _tile_finisher(dtype, out_dtype, activation)
     out_columns = COLUMNS // 2 if is_gated else COLUMNS
     num_sums, num_x_words = rows * COLUMNS, rows * TURNS * 4
     num_barriers = BLOCK_WARPS * MOST_STAGES + 1
