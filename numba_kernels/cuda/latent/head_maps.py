@@ -13,6 +13,7 @@ lanes go along K.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +121,15 @@ def rows_of(head_map: HeadMap, num_tokens: int) -> int:
     return ROWS[num_tokens > ROWS[0]]
 
 
+Spot = namedtuple("Spot", "head first_column first_token num_heads num_tokens")
+"""What a block computes: its head, its first column and token, of so many heads and tokens."""
+
+
 @functools.cache
-def _tile_product(head_map: HeadMap, rows: int) -> tuple[Any, Any, Any]:
-    """Device functions of a block on tensor cores: the weight on its way, x on its way, and the product, whose results
-    are stored."""
+def _tile_product(head_map: HeadMap, rows: int, scale_of: Any) -> tuple[Any, Any, Any]:
+    """Device functions of a block on tensor cores: ``bring(weight, spot, thread) -> shared``, the weight on its way;
+    ``ask(shared, x, x_pitch, spot, thread)``, x on its way; and ``multiply(shared, x, weight, out, x_pitch, scales,
+    spot, thread)``, whose results, times ``scale_of(scales, token, num_tokens)``, are stored."""
     dtype, depth, width, pitch = head_map.dtype, head_map.depth, head_map.width, head_map.pitch
     columns, steps, pieces, stored = head_map.columns, head_map.steps, 4 * head_map.steps, head_map.depth // 8
     row_tiles, own_tiles, own_columns = rows // 16, columns // (8 * WARPS), columns // WARPS
@@ -133,41 +139,50 @@ def _tile_product(head_map: HeadMap, rows: int) -> tuple[Any, Any, Any]:
     add_product, pack = product_adder(dtype), pack_bf16 if dtype == "bf16" else pack_f16
 
     @device_function
-    def copy_weight(shared, weight, head, first_column, thread):
+    def bring(weight, spot, thread):
+        shared = shared_address(cuda.shared.array(0, float32))
         index = thread
         while index < uint32(columns * pieces):
             row = uint32(index // uint32(pieces))
             piece = uint32(index - row * uint32(pieces))
-            column = uint32(first_column + row)
+            column = uint32(spot.first_column + row)
             size = uint32(0)
             source = weight
             if column < uint32(width) and piece < uint32(stored):
                 size = uint32(16)
-                own = uint64(head) * uint64(width) + uint64(column)
+                own = uint64(spot.head) * uint64(width) + uint64(column)
                 source = weight + own * uint64(2 * depth) + uint64(uint32(piece * uint32(16)))
             copy_async_16(uint32(shared + row * uint32(pitch) + piece * uint32(16)), source, size)
             index = uint32(index + uint32(THREADS))
+        return shared
 
     @device_function
-    def copy_x(shared, x, x_pitch, head, first_token, num_tokens, thread):
+    def ask(shared, x, x_pitch, spot, thread):
         index = thread
         while index < uint32(rows * pieces):
             row = uint32(index // uint32(pieces))
             piece = uint32(index - row * uint32(pieces))
-            token = uint32(first_token + row)
+            token = uint32(spot.first_token + row)
             size = uint32(0)
             source = x
-            if token < num_tokens and piece < uint32(stored):
+            if token < spot.num_tokens and piece < uint32(stored):
                 size = uint32(16)
-                first = uint64(token) * uint64(x_pitch) + uint64(uint32(head * uint32(x_head)))
+                first = uint64(token) * uint64(x_pitch) + uint64(uint32(spot.head * uint32(x_head)))
                 source = x + (first + uint64(uint32(piece * uint32(8)))) * uint64(2)
             copy_async_16(uint32(shared + uint32(x_at) + row * uint32(pitch) + piece * uint32(16)), source, size)
             index = uint32(index + uint32(THREADS))
+        copy_async_commit()
 
     @device_function
-    def multiply(shared, out, factors, num_heads, head, first_column, first_token, num_tokens, thread):
-        """`factors`: of the lane's two rows of each 16."""
+    def multiply(shared, x, weight, out, x_pitch, scales, spot, thread):
         lane, warp = lane_index(), uint32(thread >> uint32(5))
+        factors = cuda.local.array((row_tiles, 2), float32)
+        for i in range(row_tiles):
+            for j in range(2):
+                token = uint32(spot.first_token + (lane >> uint32(2)) + uint32(16 * i + 8 * j))
+                factors[i, j] = scale_of(scales, token, spot.num_tokens)
+        _wait_for_copies()
+        sync_block()
         sums = cuda.local.array((row_tiles, own_tiles, 4), float32)
         for i in range(row_tiles):
             for k in range(own_tiles):
@@ -205,89 +220,92 @@ def _tile_product(head_map: HeadMap, rows: int) -> tuple[Any, Any, Any]:
         while index < uint32(rows * columns // 8):
             row = uint32(index // uint32(columns // 8))
             piece = uint32(index - row * uint32(columns // 8))
-            token = uint32(first_token + row)
-            column = uint32(first_column + piece * uint32(8))
-            if token < num_tokens and column < uint32(width):
+            token = uint32(spot.first_token + row)
+            column = uint32(spot.first_column + piece * uint32(8))
+            if token < spot.num_tokens and column < uint32(width):
                 flip = uint32((row >> uint32(flip_shift)) & uint32(flips))
                 values = shared_load_4xb32(uint32(results + row * uint32(out_pitch) + (piece ^ flip) * uint32(16)))
-                first = (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(out_head) + uint64(out_first)
+                first = (uint64(token) * uint64(spot.num_heads) + uint64(spot.head)) * uint64(out_head) + uint64(
+                    out_first
+                )
                 store_4xb32(out + (first + uint64(column)) * uint64(2), values)
             index = uint32(index + uint32(THREADS))
 
-    return copy_weight, copy_x, multiply
+    return bring, ask, multiply
 
 
 @functools.cache
-def _plain_product(head_map: HeadMap) -> Any:
-    """A device function of a block without tensor cores: `_PLAIN_ROWS` tokens, `_PLAIN_COLUMNS` columns."""
+def _plain_product(head_map: HeadMap, scale_of: Any) -> tuple[Any, Any, Any]:
+    """The same of a block without tensor cores, which brings nothing: `_PLAIN_ROWS` and `_PLAIN_COLUMNS`."""
     dtype, depth, width, columns = head_map.dtype, head_map.depth, head_map.width, head_map.columns
     x_head, out_head, out_first = head_map.x_head, head_map.out_head, head_map.out_first
     load, store, item = element_loader(dtype), element_storer(dtype), uint64(ITEM_BYTES[dtype])
     rows = _PLAIN_ROWS
 
     @device_function
-    def multiply(x, weight, out, x_pitch, factors, num_heads, head, first_column, first_token, num_tokens, thread):
-        """`factors`: of each row."""
-        lane = lane_index()
+    def multiply(shared, x, weight, out, x_pitch, scales, spot, thread):
+        lane, factors = lane_index(), cuda.local.array(rows, float32)
+        for r in range(rows):
+            factors[r] = scale_of(scales, uint32(spot.first_token + uint32(r)), spot.num_tokens)
         sums = cuda.local.array(rows, float32)
-        column = uint32(first_column + (thread >> uint32(5)))
-        last = minimum_u32(uint32(first_column + uint32(columns)), uint32(width))
+        column = uint32(spot.first_column + (thread >> uint32(5)))
+        last = minimum_u32(uint32(spot.first_column + uint32(columns)), uint32(width))
         while column < last:
             for r in range(rows):
                 sums[r] = float32(0)
-            row = weight + (uint64(head) * uint64(width) + uint64(column)) * uint64(depth) * item
+            row = weight + (uint64(spot.head) * uint64(width) + uint64(column)) * uint64(depth) * item
             k = lane
             while k < uint32(depth):
                 number = load(row + uint64(k) * item)
                 for r in range(rows):
-                    token = uint32(first_token + uint32(r))
-                    if token < num_tokens:
-                        first = uint64(token) * uint64(x_pitch) + uint64(uint32(head * uint32(x_head) + k))
+                    token = uint32(spot.first_token + uint32(r))
+                    if token < spot.num_tokens:
+                        first = uint64(token) * uint64(x_pitch) + uint64(uint32(spot.head * uint32(x_head) + k))
                         sums[r] += number * load(x + first * item)
                 k = uint32(k + uint32(32))
             for r in range(rows):
-                token = uint32(first_token + uint32(r))
+                token = uint32(spot.first_token + uint32(r))
                 total = warp_sum(sums[r])
-                if lane == uint32(0) and token < num_tokens:
-                    first = (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(out_head) + uint64(out_first)
+                if lane == uint32(0) and token < spot.num_tokens:
+                    first = uint64(token) * uint64(spot.num_heads) + uint64(spot.head)
+                    first = first * uint64(out_head) + uint64(out_first)
                     store(out + (first + uint64(column)) * item, total * factors[r])
             column = uint32(column + uint32(WARPS))
 
-    return multiply
+    bring = device_function(lambda weight, spot, thread: uint32(0))
+    return bring, device_function(lambda shared, x, x_pitch, spot, thread: None), multiply
 
 
-def _products(head_map: HeadMap, rows: int) -> tuple[Any, Any, Any, Any]:
-    """The device functions of `_tile_product`, then that of `_plain_product`. A kernel calls those of the map's kind;
-    numba needs a function in the others' places, too."""
-    if head_map.is_vector:
-        copy_weight, copy_x, multiply = _tile_product(head_map, rows)
-        return copy_weight, copy_x, multiply, multiply
-    plain = _plain_product(head_map)
-    return plain, plain, plain, plain
+def _products(head_map: HeadMap, rows: int, scale_of: Any) -> tuple[Any, Any, Any]:
+    return _tile_product(head_map, rows, scale_of) if head_map.is_vector else _plain_product(head_map, scale_of)
 
 
 @functools.cache
 def _block_placer(head_map: HeadMap, rows: int) -> Any:
-    """A device function ``(index, num_heads)``: a block's head, and its first column and token."""
+    """A device function ``(index, num_heads, num_tokens)``: a block's `Spot`."""
     columns, column_tiles = head_map.columns, head_map.column_tiles
 
     @device_function
-    def place_of(index, num_heads):
+    def place_of(index, num_heads, num_tokens):
         tile = uint32(index // uint32(column_tiles))
         first_column = uint32((index - tile * uint32(column_tiles)) * uint32(columns))
         token_tile = uint32(tile // num_heads)
         head = uint32(tile - token_tile * num_heads)
-        return head, first_column, uint32(token_tile * uint32(rows))
+        return Spot(head, first_column, uint32(token_tile * uint32(rows)), num_heads, num_tokens)
 
     return place_of
 
 
 @device_function
-def _scale_of(q_scales, positions, token, num_tokens):
+def _scale_of(scales, token, num_tokens):
+    q_scales, positions = scales
     factor = float32(1)
     if q_scales != uint64(0) and token < num_tokens:
         factor = load_f32(q_scales + uint64(uint32(positions[token])) * uint64(4))
     return factor
+
+
+_unscaled = device_function(lambda scales, token, num_tokens: float32(1))
 
 
 @functools.cache
@@ -299,9 +317,8 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
     rotate = query_rotator(dtype, rotary, interleaved, is_vector)
     write_row = row_writer(dtype, width, rotary, interleaved, is_vector, absorption.pages)
     x_head, depth = head_map.x_head, head_map.depth
-    row_tiles = max(1, rows // 16)
     half, item = rotary // 2, uint64(ITEM_BYTES[dtype])
-    copy_weight, copy_x, multiply_tile, multiply_plain = _products(head_map, rows)
+    bring, ask, multiply = _products(head_map, rows, _scale_of)
     place_of = _block_placer(head_map, rows)
 
     @cuda.jit
@@ -309,10 +326,6 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
         x, weight, out, latent, positions, cos, sin, q_scales, norm, slot_mapping, pages, x_pitch, latent_pitch,
         num_heads, num_tokens, eps,
     ):  # fmt: skip
-        shared = uint32(0)
-        if is_vector:
-            storage = cuda.shared.array(0, float32)
-            shared = shared_address(storage)
         thread = uint32(cuda.threadIdx.x)
         block = uint32(cuda.blockIdx.x)
         num_row_blocks = uint32((num_tokens + uint32(WARPS - 1)) // uint32(WARPS))
@@ -325,41 +338,25 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
                 source = latent + uint64(token) * uint64(latent_pitch) * item
                 write_row(source, cos + place, sin + place, norm, slot_mapping[token], pages, eps)
             return
-        head, first_column, first_token = place_of(uint32(block - num_row_blocks), num_heads)
-        if is_vector:
-            copy_weight(shared, weight, head, first_column, thread)
+        spot, scales = place_of(uint32(block - num_row_blocks), num_heads, num_tokens), (q_scales, positions)
+        shared = bring(weight, spot, thread)
         wait_for_previous_grid()  # the weight is immutable
         launch_dependents()
-        if is_vector:
-            copy_x(shared, x, x_pitch, head, first_token, num_tokens, thread)
-            copy_async_commit()
-        if first_column == uint32(0):
+        ask(shared, x, x_pitch, spot, thread)
+        if spot.first_column == uint32(0):
             place = thread
             while place < uint32(rows * half):
                 row = uint32(place // uint32(half))
-                token = uint32(first_token + row)
+                token = uint32(spot.first_token + row)
                 if token < num_tokens:
                     at = uint64(uint32(positions[token])) * uint64(4 * half)
-                    first = uint64(token) * uint64(x_pitch) + uint64(uint32(head * uint32(x_head) + uint32(depth)))
-                    target = (uint64(token) * uint64(num_heads) + uint64(head)) * uint64(width)
-                    factor = _scale_of(q_scales, positions, token, num_tokens)
+                    first = uint64(token) * uint64(x_pitch) + uint64(uint32(spot.head * uint32(x_head) + uint32(depth)))
+                    target = (uint64(token) * uint64(num_heads) + uint64(spot.head)) * uint64(width)
+                    factor = _scale_of(scales, token, num_tokens)
                     pair = uint32(place - row * uint32(half))
                     rotate(x + first * item, out + target * item, pair, cos + at, sin + at, factor)
                 place = uint32(place + uint32(THREADS))
-        if is_vector:
-            factors = cuda.local.array((row_tiles, 2), float32)
-            for i in range(row_tiles):
-                for j in range(2):
-                    token = uint32(first_token + (lane_index() >> uint32(2)) + uint32(16 * i + 8 * j))
-                    factors[i, j] = _scale_of(q_scales, positions, token, num_tokens)
-            _wait_for_copies()
-            sync_block()
-            multiply_tile(shared, out, factors, num_heads, head, first_column, first_token, num_tokens, thread)
-        else:
-            own = cuda.local.array(rows, float32)
-            for r in range(rows):
-                own[r] = _scale_of(q_scales, positions, uint32(first_token + uint32(r)), num_tokens)
-            multiply_plain(x, weight, out, x_pitch, own, num_heads, head, first_column, first_token, num_tokens, thread)
+        multiply(shared, x, weight, out, x_pitch, scales, spot, thread)
 
     kind = f"{rows}" if is_vector else "plain"
     name = f"latent_absorb_{dtype}_k{depth}_w{width}_r{rotary}{'_interleaved' if interleaved else ''}_{kind}"
@@ -379,42 +376,21 @@ def absorb(head_map: HeadMap, absorption: Absorption, rows: int) -> Specialisati
 @functools.cache
 def values(head_map: HeadMap, rows: int) -> Specialisation:
     """Grid: column tiles x heads x tokens by `rows`. Arguments: see `planning.plan_values`."""
-    is_vector = head_map.is_vector
     dtype, depth, width = head_map.dtype, head_map.depth, head_map.width
-    row_tiles = max(1, rows // 16)
-    copy_weight, copy_x, multiply_tile, multiply_plain = _products(head_map, rows)
+    bring, ask, multiply = _products(head_map, rows, _unscaled)
     place_of = _block_placer(head_map, rows)
 
     @cuda.jit
     def kernel(x, weight, out, num_heads, num_tokens):
-        shared = uint32(0)
-        if is_vector:
-            storage = cuda.shared.array(0, float32)
-            shared = shared_address(storage)
-        thread = uint32(cuda.threadIdx.x)
-        head, first_column, first_token = place_of(uint32(cuda.blockIdx.x), num_heads)
-        x_pitch = uint32(num_heads * uint32(depth))
-        if is_vector:
-            copy_weight(shared, weight, head, first_column, thread)
+        thread, x_pitch = uint32(cuda.threadIdx.x), uint32(num_heads * uint32(depth))
+        spot = place_of(uint32(cuda.blockIdx.x), num_heads, num_tokens)
+        shared = bring(weight, spot, thread)
         wait_for_previous_grid()  # the weight is immutable
         launch_dependents()
-        if is_vector:
-            copy_x(shared, x, x_pitch, head, first_token, num_tokens, thread)
-            copy_async_commit()
-            factors = cuda.local.array((row_tiles, 2), float32)
-            for i in range(row_tiles):
-                for j in range(2):
-                    factors[i, j] = float32(1)
-            _wait_for_copies()
-            sync_block()
-            multiply_tile(shared, out, factors, num_heads, head, first_column, first_token, num_tokens, thread)
-        else:
-            own = cuda.local.array(rows, float32)
-            for r in range(rows):
-                own[r] = float32(1)
-            multiply_plain(x, weight, out, x_pitch, own, num_heads, head, first_column, first_token, num_tokens, thread)
+        ask(shared, x, x_pitch, spot, thread)
+        multiply(shared, x, weight, out, x_pitch, uint32(0), spot, thread)
 
-    name = f"latent_values_{dtype}_k{depth}_v{width}_{rows if is_vector else 'plain'}"
+    name = f"latent_values_{dtype}_k{depth}_v{width}_{rows if head_map.is_vector else 'plain'}"
     argument_types = (*(types.uint64,) * 3, types.uint32, types.uint32)
     constants = {
         "dtype": dtype, "depth": depth, "width": width, "rows": rows, "columns": head_map.columns,
