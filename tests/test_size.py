@@ -43,14 +43,14 @@ OF_OTHERS = ROOT / "server" / "page" / "vendor"
 
 MOST_FILES = 25  # of a folder
 MOST_FUNCTION_LINES, MOST_KERNEL_LINES = 150, 200
-LONG_KERNELS = {"gemm/skinny", "latent/hopper"}
+LONG_KERNELS = {"gemm/skinny"}
 """Files of `numba_kernels/cuda` with functions that are longer: the ones whose structure is to change next."""
 
 MOST_ARGUMENTS = 8  # of a device function: what belongs together is a named tuple, which compiles to the same
 LONG_LISTS = {
-    "attention/decode_steps": 1, "attention/decode_tensor_core": 2, "attention/hopper_tiles": 1, "attention/parts": 5,
+    "attention/decode_steps": 1, "attention/decode_tensor_core": 2, "attention/parts": 5,
     "attention/prepared_heads": 4, "attention/segments": 1,
-    "gemm/adapters/tiles": 3, "gemm/rings/hopper_few": 3, "latent/hopper_steps": 1,
+    "gemm/adapters/tiles": 3, "gemm/rings/hopper_few": 3,
 }  # fmt: skip
 """Device functions of each file that take more."""
 

@@ -247,8 +247,9 @@ def _result_leaver(dtype: str, tiles: HopperTiles, variant: Variant) -> Any:
     shares_rows, has_sinks, is_expanded = tiles.shares_rows, variant.has_sinks, variant.is_expanded
     sum_count = tiles.own_panels * PANEL_COLUMNS // 2
     carry = segments.results_carrier(2, sum_count // 2, "flat", 2 * GROUP_THREADS, is_expanded)
-    writes, exchange, store_rows = segments.writes_out(is_expanded), exchanger(5), row_storer(tiles)
+    writes, exchange = segments.writes_out(is_expanded), exchanger(5)
     own_panels, panel_bytes = tiles.own_panels, tiles.query_panel_bytes
+    store_rows = row_storer(tiles.v_dim, own_panels, panel_bytes, shares_rows)
     own_pieces, pack = 8 * own_panels if shares_rows else tiles.v_dim // 8, pack_bf16 if dtype == "bf16" else pack_f16
 
     @device_function
@@ -278,10 +279,8 @@ def _result_leaver(dtype: str, tiles: HopperTiles, variant: Variant) -> Any:
                     shared_store_b32(uint32(at + uint32(uint32(i % 8 * 16) ^ flip)), both)
             sync_warp()
             num_rows = uint32(minimum_u32(given.tile_tokens, uint32(tile.query_len - tile.first)) * share)
-            store_rows(
-                out_tile, given.out, group.place, num_rows, uint32(tile.first * share), share, tile.kv_head,
-                given.num_q_heads, tile.first_token, lane, own,
-            )  # fmt: skip
+            whose = uint32(tile.first * share), share, tile.kv_head, given.num_q_heads, tile.first_token
+            store_rows(out_tile, given.out, group.place, num_rows, whose, lane, own)
             sync_warp()
 
     return leave_results

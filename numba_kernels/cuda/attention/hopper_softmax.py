@@ -154,3 +154,17 @@ def weight_packer(dtype: str, num_keys: int) -> Any:
             weights[i] = pack(scores[2 * i], scores[2 * i + 1])
 
     return pack_weights
+
+
+@functools.cache
+def sum_rescaler(sum_count: int) -> Any:
+    """A device function ``(sums, factors)``, of a lane's two rows."""
+
+    @device_function
+    def rescale(sums, factors):
+        for i in range(sum_count // 4):
+            for row in range(2):
+                for j in range(2):
+                    sums[4 * i + 2 * row + j] = sums[4 * i + 2 * row + j] * factors[row]
+
+    return rescale

@@ -321,18 +321,19 @@ def sign_flipper(tiles: HopperTiles, num_rows: int) -> Any:
 
 
 @functools.cache
-def row_storer(tiles: HopperTiles) -> Any:
+def row_storer(v_dim: int, own_panels: int, panel_bytes: int, shares_rows: bool) -> Any:
     """A device function for a warp: its 16 rows of results go from their place to out, in 16-byte pieces.
 
-    ``(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane, own)``: the warp's first row
-    in the tile, the tile's rows that exist, the chunk's row at which the tile begins, and the group's number.
+    ``(tile, out, place, rows, whose, lane, own)``: the warp's first row in the tile, the tile's rows that exist, (the
+    chunk's row at which the tile begins, share, kv_head, num_q_heads, first_token), and the group's number. Groups that
+    share rows have `own_panels` each.
     """
-    pieces, panel_bytes, shares_rows = tiles.v_dim // 8, tiles.query_panel_bytes, tiles.shares_rows
-    own_pieces = 8 * tiles.own_panels if shares_rows else pieces
-    row_bytes = uint64(tiles.v_dim * 2)
+    pieces, row_bytes = v_dim // 8, uint64(v_dim * 2)
+    own_pieces = 8 * own_panels if shares_rows else pieces
 
     @device_function
-    def store(tile, out, place, rows, first_row, share, kv_head, num_q_heads, first_token, lane, own):
+    def store(tile, out, place, rows, whose, lane, own):
+        first_row, share, kv_head, num_q_heads, first_token = whose
         first_piece = uint32(0)
         if shares_rows:
             first_piece = uint32(own * uint32(own_pieces))

@@ -18,7 +18,7 @@ from typing import Any
 
 from numba import uint32
 
-from numba_kernels.cuda.attention.hopper_softmax import GROUP_THREADS, score_weigher, weight_keeper
+from numba_kernels.cuda.attention.hopper_softmax import GROUP_THREADS, score_weigher, sum_rescaler, weight_keeper
 from numba_kernels.cuda.attention.hopper_tiles import GROUP_ROWS, PANEL_COLUMNS, ROW_BYTES, HopperTiles
 from numba_kernels.cuda.attention.tiles import Variant
 from numba_kernels.cuda.intrinsics import mbarrier, wgmma
@@ -90,6 +90,7 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
     sum_count, shares_rows = tiles.own_panels * PANEL_COLUMNS // 2, tiles.shares_rows
     wait_for_scores, wait_for_sums = wgmma.group_wait(1, tiles.own_keys // 2), wgmma.group_wait(0, sum_count)
     weigh, keep_weights = score_weigher(tiles, masking, variant), weight_keeper(dtype, tiles)
+    rescale = sum_rescaler(sum_count)
 
     @device_function
     def walk(group, held, sight, turn, stop, last, origin, scale):
@@ -120,10 +121,7 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
                 mbarrier.wait(following, uint32((turn >> uint32(phase_shift)) & uint32(1)))
             wait_for_sums(sums)
             release(uint32(values_full + uint32(ring_bytes)), lane)
-            for i in range(sum_count // 4):
-                for j in range(2):
-                    sums[4 * i + j] = sums[4 * i + j] * factors[0]
-                    sums[4 * i + 2 + j] = sums[4 * i + 2 + j] * factors[1]
+            rescale(sums, factors)
             keep_weights(held.weights, held.scores, held.room, uint32(turn - uint32(1)))
 
     return walk

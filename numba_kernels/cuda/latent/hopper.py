@@ -18,12 +18,14 @@ Rows of fp8 are read and widened by four warps (`hopper_bytes`).
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.attention.hopper_softmax import weight_packer
-from numba_kernels.cuda.attention.hopper_tiles import ALIGNMENT, PANEL_COLUMNS, ROW_BYTES, page_layout
+from numba_kernels.cuda.attention.hopper_softmax import GROUP_THREADS, sum_rescaler
+from numba_kernels.cuda.attention.hopper_tiles import ALIGNMENT, PANEL_COLUMNS, ROW_BYTES, page_layout, row_storer
+from numba_kernels.cuda.attention.hopper_walk import release
 from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
     group_sum,
@@ -33,6 +35,7 @@ from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, reco
 from numba_kernels.cuda.attention.tiles import rows_of_tile, tile_shape, visible_end
 from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     address_of,
@@ -41,11 +44,9 @@ from numba_kernels.cuda.intrinsics.memory import (
     shared_load_b32,
     shared_store_4xb32,
     shared_store_b32,
-    shared_store_f32,
     store_2xf32,
 )
 from numba_kernels.cuda.intrinsics.sync import (
-    arrive_named,
     launch_dependents,
     set_registers,
     sync_block,
@@ -55,33 +56,29 @@ from numba_kernels.cuda.intrinsics.sync import (
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, sync_warp
 from numba_kernels.cuda.latent.hopper_bytes import BRINGERS, byte_bringer, has_bytes
 from numba_kernels.cuda.latent.hopper_steps import (
-    GROUP_THREADS,
     NUM_KEYS,
     NUM_ROWS,
     PANEL_BYTES,
     PARTS,
     THREADS,
+    Held,
     LatentPanels,
+    Spot,
     empty_of,
-    find_highest,
     init_barriers,
     publish,
-    raise_largest,
     read_statistics,
-    release,
-    result_copier,
     scale_and_hide,
-    sum_rescaler,
     tile_bringer,
     tile_multiplier,
-    weigh,
+    weight_sharers,
 )
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation, TensorMapLayout
 
 ARCH = "sm_90a"
 ROTATED = PANEL_COLUMNS  # numbers of a row before its value
 _NO_PAGE = 0xFFFFFFFF
-_WEIGHTS_READY, _SCORED, _BOTH = 1, 3, 5  # named barriers, the first ones for each group
+_BOTH = 5  # a named barrier
 _give_registers, _take_registers = set_registers(40, is_more=False), set_registers(232, is_more=True)
 _give_some, _take_some = set_registers(96, is_more=False), set_registers(208, is_more=True)
 _load_queries = tma.load(2)
@@ -122,13 +119,68 @@ def _specialisation(kernel: Any, dtype: str, value_dim: int, block_size: int, pa
     )  # fmt: skip
 
 
+Given = namedtuple("Given", "q pages out workspace arrivals block_tables num_heads table_width scale")
+"""The kernel's arguments that roles need."""
+
+
+Part = namedtuple("Part", "seq first_token seq_len rows first_row shortest_end first_key stop num_tiles")
+"""A block's part of a sequence: its first token and length, its rows, the tile's first one and one past the last key
+that this one sees, the part's first key, one past its last, and its tiles of keys."""
+
+
 @functools.cache
-def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") -> Specialisation:
-    """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
+def _bringer(value_dim: int, block_size: int, in_bytes: bool) -> Any:
+    """A device function ``(given, part, shared, queries_full, thread, lane)`` of the group that brings queries and all
+    tiles of a part."""
     panels = LatentPanels(value_dim)
-    half, count, tile_bytes = panels.half, panels.panels, panels.tile_bytes
-    own_columns = half * PANEL_COLUMNS
-    score_count, sum_count, weight_count = NUM_KEYS // 2, own_columns // 2, NUM_KEYS // 4
+    bring_bytes = byte_bringer(value_dim, block_size) if in_bytes else None
+    bring_tile, pages_a_tile = tile_bringer(value_dim, block_size), NUM_KEYS // block_size
+    count, tiles_at, tile_bytes = panels.panels, panels.tiles_at, panels.tile_bytes
+
+    @device_function
+    def bring(given, part, shared, queries_full, thread, lane):
+        if thread < uint32(32) and part.num_tiles > uint32(0):
+            if lane == uint32(0):
+                mbarrier.arrive_expecting(queries_full, uint32(count * PANEL_BYTES))
+            sync_warp()
+            if lane < uint32(count):
+                row = uint32(part.first_token * given.num_heads + part.first_row)
+                target = uint32(shared + lane * uint32(PANEL_BYTES))
+                _load_queries(target, given.q, queries_full, uint32(lane * uint32(PANEL_COLUMNS)), row)
+        tiles, table = uint32(shared + uint32(tiles_at)), uint64(part.seq) * uint64(given.table_width)
+        landed, full = uint32(queries_full + uint32(8)), uint32(queries_full + uint32(16))
+        if in_bytes:
+            entries = address_of(given.block_tables) + table * uint64(4)
+            bring_bytes(given.pages, tiles, full, entries, part.first_key, part.stop, thread)
+        elif thread < uint32(32):
+            seq_len = part.seq_len
+            written = uint32(seq_len & uint32(block_size - 1))  # of the last page
+            index = uint32(0)
+            while index < part.num_tiles:
+                tile_key = uint32(part.first_key + index * uint32(NUM_KEYS))
+                key = uint32(tile_key + lane % uint32(pages_a_tile) * uint32(block_size))
+                page = uint32(_NO_PAGE)
+                if key < part.stop:
+                    page = uint32(given.block_tables[table + uint64(key // uint32(block_size))])
+                num_unwritten = uint32(0)
+                if written > uint32(0) and uint32(seq_len - written) < part.stop and (
+                    uint32(tile_key + uint32(NUM_KEYS)) > seq_len
+                ):  # fmt: skip
+                    num_unwritten = uint32(uint32(block_size) - written)
+                odd, phase = uint32(index & uint32(1)), uint32((index >> uint32(1)) & uint32(1))
+                tile, is_full = uint32(tiles + odd * uint32(tile_bytes)), uint32(full + odd * uint32(8 * PARTS))
+                unwritten = uint32(seq_len - tile_key), num_unwritten
+                bring_tile(given.pages, (tile, is_full, landed, phase), page, unwritten, lane)
+                index = uint32(index + uint32(1))
+
+    return bring
+
+
+@functools.cache
+def _walkers(dtype: str, value_dim: int) -> tuple[Any, Any]:
+    """Device functions ``(held, spot, part, shared, scale)`` of groups 0 and 1, which compute all tiles of a part."""
+    panels = LatentPanels(value_dim)
+    own_columns, tile_bytes, sum_count = panels.half * PANEL_COLUMNS, panels.tile_bytes, panels.sum_count
     add_own = wgmma.group_multiply(
         dtype, own_columns, 4, 0, 16 * ROW_BYTES, a_in_registers=True, b_is_transposed=True
     )  # fmt: skip
@@ -136,24 +188,146 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") 
     wait_for_sums = wgmma.group_wait(0, sum_count)
     describe = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES)
     describe_values = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES, PANEL_BYTES)
-    find = part_finder(NUM_ROWS, NUM_KEYS, THREADS, False)
-    place_of = record_place(value_dim, NUM_ROWS)
-    combine = parts_combiner(dtype, value_dim, NUM_ROWS, 2 * GROUP_THREADS, False, _BOTH)
-    record_columns = tile_shape("f32", value_dim).columns
-    pack, pack_weights = pack_bf16 if dtype == "bf16" else pack_f16, weight_packer(dtype, NUM_KEYS)
-    pages_a_tile = NUM_KEYS // block_size
-    tiles_at, barriers_at, statistics_at, found_at, scratch_at = (
-        panels.tiles_at, panels.barriers_at, panels.statistics_at, panels.found_at, panels.scratch_at
-    )  # fmt: skip
-    first_of = (PANEL_BYTES, (1 + half) * PANEL_BYTES)  # a group's columns in a tile
-    statistics_of = (statistics_at, statistics_at + 4 * NUM_ROWS)
+    multiply_tile, rescale = tile_multiplier(dtype, value_dim), sum_rescaler(sum_count)
+    soften, hand_over, take_over = weight_sharers(dtype, sum_count)
+    tiles_at, full_at, statistics_at = panels.tiles_at, panels.barriers_at + 16, panels.statistics_at
+    first_of = (PANEL_BYTES, (1 + panels.half) * PANEL_BYTES)  # a group's columns in a tile
 
-    in_bytes = pages != ""
-    bring_bytes = byte_bringer(value_dim, block_size) if in_bytes else None
-    bring_tile, multiply_tile = tile_bringer(value_dim, block_size), tile_multiplier(dtype, value_dim)
+    @device_function
+    def places(shared):
+        """Of even and odd tiles: the tile, its first barrier, the largest scores."""
+        tile, full = uint32(shared + uint32(tiles_at)), uint32(shared + uint32(full_at))
+        statistics = uint32(shared + uint32(statistics_at))
+        other = uint32(tile + uint32(tile_bytes)), uint32(full + uint32(8 * PARTS))
+        return tile, full, statistics, *other, uint32(statistics + uint32(4 * NUM_ROWS))
+
+    @device_function
+    def walk_even(held, spot, part, shared, scale):
+        sums, lane = held.sums, spot.lane
+        even_tile, even_full, even_statistics, odd_tile, odd_full, odd_statistics = places(shared)
+        index = uint32(0)
+        while index < part.num_tiles:
+            phase, key = uint32((index >> uint32(1)) & uint32(1)), uint32(part.first_key + index * uint32(NUM_KEYS))
+            multiply_tile(held.scores, shared, even_tile, even_full, phase)
+            scale_and_hide(held.scores, scale, key, part.shortest_end, held.ends, spot.column)
+            soften(held)
+            hand_over(held, 0, even_tile, even_statistics, spot)
+            rescale(sums, held.factors)
+            add_own(sums, held.weights, describe_values(uint32(even_tile + uint32(first_of[0]))), uint32(1))
+            wait_for_sums(sums)
+            release(uint32(empty_of(even_full) + uint32(8)), lane)
+            if uint32(index + uint32(1)) < part.num_tiles:
+                take_over(held, 1, odd_statistics, spot)
+                mbarrier.wait(uint32(odd_full + uint32(8)), phase)
+                add_other(sums, describe(odd_tile), describe_values(uint32(odd_tile + uint32(first_of[0]))), uint32(1))
+                wait_for_sums(sums)
+                release(empty_of(odd_full), lane)
+                release(uint32(empty_of(odd_full) + uint32(8)), lane)
+            index = uint32(index + uint32(2))
+
+    @device_function
+    def walk_odd(held, spot, part, shared, scale):
+        sums, lane = held.sums, spot.lane
+        even_tile, even_full, even_statistics, odd_tile, odd_full, odd_statistics = places(shared)
+        index = uint32(1)
+        while index <= part.num_tiles:  # without the last tile's pair there is no odd tile
+            has_odd, key = index < part.num_tiles, uint32(part.first_key + index * uint32(NUM_KEYS))
+            phase = uint32((index >> uint32(1)) & uint32(1))
+            if has_odd:
+                multiply_tile(held.scores, shared, odd_tile, odd_full, phase)
+                scale_and_hide(held.scores, scale, key, part.shortest_end, held.ends, spot.column)
+            take_over(held, 0, even_statistics, spot)
+            mbarrier.wait(uint32(even_full + uint32(16)), phase)
+            add_other(sums, describe(even_tile), describe_values(uint32(even_tile + uint32(first_of[1]))), uint32(1))
+            if has_odd:
+                soften(held)
+                hand_over(held, 1, odd_tile, odd_statistics, spot)
+            wait_for_sums(sums)
+            release(empty_of(even_full), lane)
+            release(uint32(empty_of(even_full) + uint32(16)), lane)
+            if has_odd:
+                rescale(sums, held.factors)
+                add_own(sums, held.weights, describe_values(uint32(odd_tile + uint32(first_of[1]))), uint32(1))
+                wait_for_sums(sums)
+                release(uint32(empty_of(odd_full) + uint32(16)), lane)
+            index = uint32(index + uint32(2))
+
+    return walk_even, walk_odd
+
+
+@functools.cache
+def _result_leaver(dtype: str, value_dim: int) -> Any:
+    """A device function ``(given, held, spot, shared, block)``: both groups write their results out, or records."""
+    panels = LatentPanels(value_dim)
+    own_columns, half, statistics_at = panels.half * PANEL_COLUMNS, panels.half, panels.statistics_at
+    found_at, scratch_at, record_columns = panels.found_at, panels.scratch_at, tile_shape("f32", value_dim).columns
+    place_of, pack = record_place(value_dim, NUM_ROWS), pack_bf16 if dtype == "bf16" else pack_f16
+    combine = parts_combiner(dtype, value_dim, NUM_ROWS, 2 * GROUP_THREADS, False, _BOTH)
+    store_rows = row_storer(value_dim, half, PANEL_BYTES, True)
+
+    @device_function
+    def leave(given, held, spot, shared, block):
+        sums, largest, totals, own, num_heads = held.sums, held.largest, held.totals, spot.own, given.num_heads
+        both, zero, one = uint32(2 * GROUP_THREADS), uint32(0), uint32(1)
+        sync_named(uint32(_BOTH), both)  # both have read the last largest scores
+        # Each group has its own part of a row's sum.
+        for row in range(2):
+            totals[row] = group_sum(totals[row], 4)
+        publish(totals, uint32(shared + uint32(statistics_at) + own * uint32(4 * NUM_ROWS)), spot)
+        sync_named(uint32(_BOTH), both)
+        others = uint32(shared + uint32(statistics_at) + (own ^ one) * uint32(4 * NUM_ROWS))
+        read_statistics(others, spot.upper, held.highest)
+        found = uint32(shared + uint32(found_at))
+        part, num_parts, first_token, first_row = shared_load_4xb32(found)
+        rows = shared_load_b32(uint32(found + uint32(16)))
+        first_column = uint32(own * uint32(own_columns) + spot.column)
+        results = uint32(shared + uint32(PANEL_BYTES))  # which take the queries' place
+        own_results = uint32(results + own * uint32(half * PANEL_BYTES))
+        for row in range(2):
+            own_row = uint32(spot.upper + uint32(8 * row))
+            total = totals[row] + held.highest[row]
+            if num_parts > one:
+                if uint32(first_row + own_row) < rows:
+                    record = place_of(given.workspace, block, zero, one, own_row)
+                    if own == zero and spot.lane & uint32(3) == zero:
+                        store_2xf32(record + uint64(4 * record_columns), (largest[row], total))
+                    for i in range(own_columns // 8):
+                        at = record + uint64(uint32(uint32(first_column + uint32(8 * i)) * uint32(4)))
+                        store_2xf32(at, (sums[4 * i + 2 * row], sums[4 * i + 2 * row + 1]))
+            else:
+                share = reciprocal_of(total)
+                below = uint32(own_results + own_row * uint32(ROW_BYTES) + spot.column * uint32(2))
+                for i in range(own_columns // 8):
+                    at = uint32(below + uint32(i // 8 * PANEL_BYTES))
+                    swizzled = uint32((uint32(i % 8) ^ (own_row & uint32(7))) * uint32(16))
+                    two = pack(sums[4 * i + 2 * row] * share, sums[4 * i + 2 * row + 1] * share)
+                    shared_store_b32(uint32(at + swizzled), two)
+        if num_parts > one:
+            thread = uint32(uint32(cuda.threadIdx.x) - uint32(GROUP_THREADS))
+            combine(
+                uint32(shared + uint32(scratch_at)), given.workspace, given.arrivals, given.out, uint64(0), block, part,
+                num_parts, zero, one, num_heads, num_heads, first_token, first_row, rows, thread,
+            )  # fmt: skip
+        else:
+            sync_warp()
+            whose = first_row, num_heads, zero, num_heads, first_token
+            place = uint32(spot.warp * uint32(16))
+            store_rows(results, given.out, place, uint32(rows - first_row), whose, spot.lane, own)
+
+    return leave
+
+
+@functools.cache
+def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") -> Specialisation:
+    """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
+    panels, in_bytes = LatentPanels(value_dim), pages != ""
+    score_count, sum_count, weight_count = NUM_KEYS // 2, panels.sum_count, NUM_KEYS // 4
+    find = part_finder(NUM_ROWS, NUM_KEYS, THREADS, False)
+    barriers_at, found_at, scratch_at = panels.barriers_at, panels.found_at, panels.scratch_at
     give_registers, take_registers = (_give_some, _take_some) if in_bytes else (_give_registers, _take_registers)
     bringers = BRINGERS if in_bytes else 1  # arrivals at a part that is full
-    rescale, copy_results = sum_rescaler(sum_count), result_copier(value_dim)
+    bring, leave = _bringer(value_dim, block_size, in_bytes), _result_leaver(dtype, value_dim)
+    walk_even, walk_odd = _walkers(dtype, value_dim)
 
     @cuda.jit
     def kernel(
@@ -164,23 +338,20 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") 
         shared = uint32((shared_address(storage) + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - ALIGNMENT + 1))
         thread = uint32(cuda.threadIdx.x)
         lane = lane_index()
-        tiles = uint32(shared + uint32(tiles_at))
         queries_full = uint32(shared + uint32(barriers_at))
-        landed = uint32(queries_full + uint32(8))
-        full = uint32(queries_full + uint32(16))
-        scratch = uint32(shared + uint32(scratch_at))
         if thread == uint32(0):
             tma.prefetch_map(q)
             if not in_bytes:
                 tma.prefetch_map(pages)
-            init_barriers(queries_full, landed, full, bringers)
+            init_barriers(queries_full, bringers)
         sync_block()
         wait_for_previous_grid()
         launch_dependents()
         block = uint32(cuda.blockIdx.x)
         seq, tile, part, num_parts, _first_key, part_keys, first_token, query_len, seq_len = find(
-            scratch, query_start, seq_lens, num_seqs, num_heads, uint32(0), wanted, block, thread
-        )
+            uint32(shared + uint32(scratch_at)), query_start, seq_lens, num_seqs, num_heads, uint32(0), wanted, block,
+            thread,
+        )  # fmt: skip
         if seq >= num_seqs:
             return
         rows, first_row, shortest_end, longest_end = rows_of_tile(tile, NUM_ROWS, seq_len, query_len, num_heads)
@@ -190,58 +361,24 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") 
         if stop > first_key:
             num_tiles = uint32(uint32(stop - first_key + uint32(NUM_KEYS - 1)) // uint32(NUM_KEYS))
         group = shuffle_index_b32(uint32(thread >> uint32(7)), uint32(0))
+        given = Given(q, pages, out, workspace, arrivals, block_tables, num_heads, table_width, scale)
+        own_part = Part(seq, first_token, seq_len, rows, first_row, shortest_end, first_key, stop, num_tiles)
 
         if group == uint32(0):
             give_registers()
-            if thread < uint32(32) and num_tiles > uint32(0):
-                if lane == uint32(0):
-                    mbarrier.arrive_expecting(queries_full, uint32(count * PANEL_BYTES))
-                sync_warp()
-                if lane < uint32(count):
-                    _load_queries(
-                        uint32(shared + lane * uint32(PANEL_BYTES)), q, queries_full,
-                        uint32(lane * uint32(PANEL_COLUMNS)), uint32(first_token * num_heads + first_row),
-                    )  # fmt: skip
-            table = uint64(seq) * uint64(table_width)
-            if in_bytes:
-                entries = address_of(block_tables) + table * uint64(4)
-                bring_bytes(pages, tiles, full, entries, first_key, stop, thread)
-            elif thread < uint32(32):
-                written = uint32(seq_len & uint32(block_size - 1))  # of the last page
-                index = uint32(0)
-                while index < num_tiles:
-                    tile_key = uint32(first_key + index * uint32(NUM_KEYS))
-                    key = uint32(tile_key + lane % uint32(pages_a_tile) * uint32(block_size))
-                    page = uint32(_NO_PAGE)
-                    if key < stop:
-                        page = uint32(block_tables[table + uint64(key // uint32(block_size))])
-                    num_unwritten = uint32(0)
-                    if written > uint32(0) and uint32(seq_len - written) < stop and (
-                        uint32(tile_key + uint32(NUM_KEYS)) > seq_len
-                    ):  # fmt: skip
-                        num_unwritten = uint32(uint32(block_size) - written)
-                    odd = uint32(index & uint32(1))
-                    bring_tile(
-                        pages, uint32(tiles + odd * uint32(tile_bytes)), uint32(full + odd * uint32(8 * PARTS)),
-                        landed, uint32((index >> uint32(1)) & uint32(1)), uint32(0), page, lane,
-                        uint32(seq_len - tile_key), num_unwritten,
-                    )  # fmt: skip
-                    index = uint32(index + uint32(1))
+            bring(given, own_part, shared, queries_full, thread, lane)
         else:
             take_registers()
-            own = uint32(group - uint32(1))
-            warp = uint32((thread >> uint32(5)) & uint32(3))
-            # A lane's accumulators belong to two rows, `upper` and eight below it, and to two neighbouring columns.
+            own, warp = uint32(group - uint32(1)), uint32((thread >> uint32(5)) & uint32(3))
             upper = uint32(warp * uint32(16) + (lane >> uint32(2)))
-            column = uint32((lane & uint32(3)) * uint32(2))
+            spot = Spot(own, warp, lane, upper, uint32((lane & uint32(3)) * uint32(2)))
             scores = cuda.local.array(score_count, float32)
             weights = cuda.local.array(weight_count, uint32)
             sums = cuda.local.array(sum_count, float32)
-            largest = cuda.local.array(2, float32)
-            highest = cuda.local.array(2, float32)
-            totals = cuda.local.array(2, float32)
-            factors = cuda.local.array(2, float32)
+            largest, highest = cuda.local.array(2, float32), cuda.local.array(2, float32)
+            totals, factors = cuda.local.array(2, float32), cuda.local.array(2, float32)
             ends = cuda.local.array(2, uint32)
+            held = Held(scores, weights, sums, largest, highest, totals, factors, ends)
             for row in range(2):
                 own_row = uint32(first_row + upper + uint32(8 * row))
                 ends[row] = visible_end(seq_len, query_len, divide_u32(own_row, num_heads))
@@ -253,115 +390,12 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") 
                 found = uint32(shared + uint32(found_at))
                 shared_store_4xb32(found, (part, num_parts, first_token, first_row))
                 shared_store_b32(uint32(found + uint32(16)), rows)
-            both = uint32(2 * GROUP_THREADS)
             if num_tiles > uint32(0):
                 mbarrier.wait(queries_full, uint32(0))
-
-            index = uint32(0)
-            while index < num_tiles:
-                phase = uint32((index >> uint32(1)) & uint32(1))
-                even_full, odd_full = full, uint32(full + uint32(8 * PARTS))
-                even_tile, odd_tile = tiles, uint32(tiles + uint32(tile_bytes))
-                key = uint32(first_key + index * uint32(NUM_KEYS))
-                has_odd = uint32(index + uint32(1)) < num_tiles
-                if own == uint32(0):
-                    multiply_tile(scores, shared, even_tile, even_full, phase)
-                    scale_and_hide(scores, scale, key, shortest_end, ends, column)
-                    find_highest(scores, largest, highest)
-                    raise_largest(largest, totals, factors, highest)
-                    weigh(scores, largest, totals)
-                    pack_weights(weights, scores)
-                    sync_named(uint32(_SCORED), uint32(GROUP_THREADS))
-                    publish(weights, largest, even_tile, uint32(shared + uint32(statistics_of[0])), upper, lane)
-                    arrive_named(uint32(_WEIGHTS_READY), both)
-                    rescale(sums, factors)
-                    add_own(sums, weights, describe_values(uint32(even_tile + uint32(first_of[0]))), uint32(1))
-                    wait_for_sums(sums)
-                    release(uint32(empty_of(even_full) + uint32(8)), lane)
-                    if has_odd:
-                        sync_named(uint32(_WEIGHTS_READY + 1), both)
-                        read_statistics(uint32(shared + uint32(statistics_of[1])), upper, highest)
-                        raise_largest(largest, totals, factors, highest)
-                        rescale(sums, factors)
-                        mbarrier.wait(uint32(odd_full + uint32(8)), phase)
-                        values = describe_values(uint32(odd_tile + uint32(first_of[0])))
-                        add_other(sums, describe(odd_tile), values, uint32(1))
-                        wait_for_sums(sums)
-                        release(empty_of(odd_full), lane)
-                        release(uint32(empty_of(odd_full) + uint32(8)), lane)
-                else:
-                    if has_odd:
-                        multiply_tile(scores, shared, odd_tile, odd_full, phase)
-                        scale_and_hide(scores, scale, uint32(key + uint32(NUM_KEYS)), shortest_end, ends, column)
-                    sync_named(uint32(_WEIGHTS_READY), both)
-                    read_statistics(uint32(shared + uint32(statistics_of[0])), upper, highest)
-                    raise_largest(largest, totals, factors, highest)
-                    rescale(sums, factors)
-                    mbarrier.wait(uint32(even_full + uint32(16)), phase)
-                    values = describe_values(uint32(even_tile + uint32(first_of[1])))
-                    add_other(sums, describe(even_tile), values, uint32(1))
-                    if has_odd:
-                        find_highest(scores, largest, highest)
-                        raise_largest(largest, totals, factors, highest)
-                        weigh(scores, largest, totals)
-                        pack_weights(weights, scores)
-                        sync_named(uint32(_SCORED + 1), uint32(GROUP_THREADS))
-                        publish(weights, largest, odd_tile, uint32(shared + uint32(statistics_of[1])), upper, lane)
-                        arrive_named(uint32(_WEIGHTS_READY + 1), both)
-                    wait_for_sums(sums)
-                    release(empty_of(even_full), lane)
-                    release(uint32(empty_of(even_full) + uint32(16)), lane)
-                    if has_odd:
-                        rescale(sums, factors)
-                        values = describe_values(uint32(odd_tile + uint32(first_of[1])))
-                        add_own(sums, weights, values, uint32(1))
-                        wait_for_sums(sums)
-                        release(uint32(empty_of(odd_full) + uint32(16)), lane)
-                index = uint32(index + uint32(2))
-            sync_named(uint32(_BOTH), both)  # both have read the last largest scores
-
-            # Each group has its own part of a row's sum.
-            own_statistics = uint32(shared + uint32(statistics_at) + own * uint32(4 * NUM_ROWS))
-            other_statistics = uint32(shared + uint32(statistics_at) + (own ^ uint32(1)) * uint32(4 * NUM_ROWS))
-            own_first = uint32((uint32(1) + own * uint32(half)) * uint32(PANEL_BYTES))
-            for row in range(2):
-                total = group_sum(totals[row], 4)
-                totals[row] = total
-                if lane & uint32(3) == uint32(0):
-                    shared_store_f32(uint32(own_statistics + uint32(upper + uint32(8 * row)) * uint32(4)), total)
-            sync_named(uint32(_BOTH), both)
-            read_statistics(other_statistics, upper, highest)
-            found = uint32(shared + uint32(found_at))
-            part, num_parts, first_token, first_row = shared_load_4xb32(found)
-            rows = shared_load_b32(uint32(found + uint32(16)))
-            first_column = uint32(own * uint32(own_columns) + column)
-            own_queries = uint32(shared + own_first)
-            for row in range(2):
-                own_row = uint32(upper + uint32(8 * row))
-                total = totals[row] + highest[row]
-                if num_parts > uint32(1):
-                    if uint32(first_row + own_row) < rows:
-                        record = place_of(workspace, block, uint32(0), uint32(1), own_row)
-                        if own == uint32(0) and lane & uint32(3) == uint32(0):
-                            store_2xf32(record + uint64(4 * record_columns), (largest[row], total))
-                        for i in range(own_columns // 8):
-                            at = record + uint64(uint32(uint32(first_column + uint32(8 * i)) * uint32(4)))
-                            store_2xf32(at, (sums[4 * i + 2 * row], sums[4 * i + 2 * row + 1]))
-                else:  # results take the queries' place
-                    share = reciprocal_of(total)
-                    below = uint32(own_queries + own_row * uint32(ROW_BYTES) + column * uint32(2))
-                    for i in range(own_columns // 8):
-                        at = uint32(below + uint32(i // 8 * PANEL_BYTES))
-                        swizzled = uint32((uint32(i % 8) ^ (own_row & uint32(7))) * uint32(16))
-                        two = pack(sums[4 * i + 2 * row] * share, sums[4 * i + 2 * row + 1] * share)
-                        shared_store_b32(uint32(at + swizzled), two)
-            if num_parts > uint32(1):
-                combine(
-                    scratch, workspace, arrivals, out, uint64(0), block, part, num_parts, uint32(0), uint32(1),
-                    num_heads, num_heads, first_token, first_row, rows, uint32(thread - uint32(GROUP_THREADS)),
-                )  # fmt: skip
+            if own == uint32(0):
+                walk_even(held, spot, own_part, shared, scale)
             else:
-                sync_warp()
-                copy_results(own_queries, out, uint32(first_token * num_heads), first_row, rows, own, warp, lane)
+                walk_odd(held, spot, own_part, shared, scale)
+            leave(given, held, spot, shared, block)
 
     return _specialisation(kernel, dtype, value_dim, block_size, pages)

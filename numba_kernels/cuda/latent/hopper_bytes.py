@@ -15,9 +15,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import int32, uint32, uint64
+from numba import cuda, int32, uint32, uint64
 
 from numba_kernels.cuda.attention.hopper_tiles import PANEL_COLUMNS, ROW_BYTES
+from numba_kernels.cuda.attention.hopper_walk import release
 from numba_kernels.cuda.intrinsics import mbarrier, tma
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.convert import f32_from_bits, pack_bf16, unpack_f16
@@ -29,8 +30,9 @@ from numba_kernels.cuda.intrinsics.memory import (
     load_b32,
     shared_store_4xb32,
 )
+from numba_kernels.cuda.intrinsics.mma import put_4
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, shuffle_xor_b32, sync_warp
-from numba_kernels.cuda.latent.hopper_steps import NUM_KEYS, PANEL_BYTES, PARTS, LatentPanels, empty_of, release
+from numba_kernels.cuda.latent.hopper_steps import NUM_KEYS, PANEL_BYTES, PARTS, LatentPanels, empty_of
 from numba_kernels.latent_rows import LatentBytes
 
 BRINGERS = 4  # warps
@@ -65,6 +67,7 @@ def byte_bringer(value_dim: int, block_size: int) -> Any:
     half, half_bytes, tile_bytes = panels.half, value_dim // 2, panels.tile_bytes
     is_wide = half == 4  # with two scales a half, and eight steps
     step_rows = 8 // half
+    steps = WARP_ROWS // step_rows
     flip = step_rows * 16  # of a step's rows in a panel
 
     @device_function
@@ -79,13 +82,10 @@ def byte_bringer(value_dim: int, block_size: int) -> Any:
     def store_values(place, words, scales, source_lane, step):
         scale = f32_from_bits(shuffle_index_b32(scales, uint32(source_lane + uint32(2 * step * step_rows))))
         at = uint32((place ^ uint32(step * flip % ROW_BYTES)) + uint32(step * step_rows * ROW_BYTES))
-        first, second, third, fourth = words
-        a, b = widened(first, scale)
-        c, d = widened(second, scale)
-        shared_store_4xb32(at, (a, b, c, d))
-        a, b = widened(third, scale)
-        c, d = widened(fourth, scale)
-        shared_store_4xb32(uint32(at ^ uint32(16)), (a, b, c, d))
+        for half_of_piece in range(2):
+            a, b = widened(words[2 * half_of_piece], scale)
+            c, d = widened(words[2 * half_of_piece + 1], scale)
+            shared_store_4xb32(uint32(at ^ uint32(16 * half_of_piece)), (a, b, c, d))
 
     @device_function
     def load_values(at, left, step):
@@ -177,15 +177,9 @@ def byte_bringer(value_dim: int, block_size: int) -> Any:
         ask(rows_at(pages, next_page, next_key), next_key, stop, lane)
         left = int32(stop) - int32(key)  # rows from the warp's first one on, which may be none
         at, there = rows + uint64(value_from), int32(left - int32(row))
-        one, two, three, four = (
-            load_values(at, there, 0), load_values(at, there, 1), load_values(at, there, 2), load_values(at, there, 3)
-        )  # fmt: skip
-        five, six, seven, eight = one, two, three, four
-        if is_wide:
-            five, six, seven, eight = (
-                load_values(at, there, 4), load_values(at, there, 5), load_values(at, there, 6),
-                load_values(at, there, 7),
-            )  # fmt: skip
+        words = cuda.local.array((steps, 4), uint32)
+        for step in range(steps):
+            put_4(words[step], load_values(at, there, step))
         low, high = load_scales(rows, left, lane)
         next_low, next_high = low, high
         turn = uint32(0)  # of halves
@@ -216,23 +210,9 @@ def byte_bringer(value_dim: int, block_size: int) -> Any:
             there = int32(left - int32(row))
             mbarrier.wait(empty_of(part_full), phase)
             place = uint32(tile + value_to + side * uint32(half * PANEL_BYTES))
-            store_values(place, one, scales, lane_of_row, 0)
-            one = load_values(at, there, 0)
-            store_values(place, two, scales, lane_of_row, 1)
-            two = load_values(at, there, 1)
-            store_values(place, three, scales, lane_of_row, 2)
-            three = load_values(at, there, 2)
-            store_values(place, four, scales, lane_of_row, 3)
-            four = load_values(at, there, 3)
-            if is_wide:
-                store_values(place, five, scales, lane_of_row, 4)
-                five = load_values(at, there, 4)
-                store_values(place, six, scales, lane_of_row, 5)
-                six = load_values(at, there, 5)
-                store_values(place, seven, scales, lane_of_row, 6)
-                seven = load_values(at, there, 6)
-                store_values(place, eight, scales, lane_of_row, 7)
-                eight = load_values(at, there, 7)
+            for step in range(steps):
+                store_values(place, words[step], scales, lane_of_row, step)
+                put_4(words[step], load_values(at, there, step))
             if side == uint32(0):
                 _wait_for_copies()
             tma.fence_shared()

@@ -6,11 +6,13 @@ Lanes and their rows are as in `attention.hopper_softmax`; what a group does wit
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-from numba import uint32, uint64
+from numba import uint32
 
+from numba_kernels.cuda.attention.hopper_softmax import GROUP_THREADS, sum_rescaler, weight_packer
 from numba_kernels.cuda.attention.hopper_tiles import ALIGNMENT, PANEL_COLUMNS, ROW_BYTES
 from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, group_max, origin_of, subtract
 from numba_kernels.cuda.attention.parts import scratch_bytes
@@ -18,21 +20,20 @@ from numba_kernels.cuda.intrinsics import mbarrier, tma, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import (
-    shared_load_4xb32,
     shared_load_f32,
     shared_store_4xb32,
     shared_store_b32,
     shared_store_f32,
-    store_4xb32,
 )
+from numba_kernels.cuda.intrinsics.sync import arrive_named, sync_named
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, sync_warp
 
 NUM_ROWS, NUM_KEYS = 64, 64
-GROUP_THREADS = 128
 THREADS = 3 * GROUP_THREADS
 PANEL_BYTES = NUM_KEYS * ROW_BYTES
 PARTS = 3  # of a tile: its rotated panel, and each group's columns
 _SCORES = NUM_KEYS // 2  # of a lane
+_SCORED, _WEIGHTS_READY = 3, 1  # named barriers, for each group
 _load_page = tma.load(4)
 _describe = wgmma.descriptor(ROW_BYTES, 8 * ROW_BYTES)
 
@@ -52,6 +53,11 @@ class LatentPanels:
     @property
     def panels(self) -> int:
         return 1 + 2 * self.half
+
+    @property
+    def sum_count(self) -> int:
+        """A lane's sums."""
+        return self.half * PANEL_COLUMNS // 2
 
     @property
     def tiles_at(self) -> int:
@@ -85,6 +91,16 @@ class LatentPanels:
         return self.scratch_at + scratch_bytes(THREADS) + ALIGNMENT
 
 
+Held = namedtuple("Held", "scores weights sums largest highest totals factors ends")
+"""A lane's registers: scores, weights and sums; of its two rows the largest score so far, the new one, the sum of
+weights, the factor of what was summed before, and one past the last key."""
+
+
+Spot = namedtuple("Spot", "own warp lane upper column")
+"""A lane's group, 0 or 1, its warp there and itself; its upper row (the other is eight below it), and its first of two
+neighbouring columns."""
+
+
 @device_function
 def empty_of(full):
     return uint32(full + uint32(8 * 2 * PARTS))
@@ -104,16 +120,16 @@ def scale_and_hide(scores, scale, key, shortest_end, ends, column):
 
 
 @device_function
-def raise_largest(largest, totals, factors, highest):
+def _raise_largest(held):
     """`highest`: each row's new largest score."""
     for row in range(2):
-        factors[row] = exp2(subtract(largest[row], origin_of(highest[row])))
-        largest[row] = highest[row]
-        totals[row] = totals[row] * factors[row]
+        held.factors[row] = exp2(subtract(held.largest[row], origin_of(held.highest[row])))
+        held.largest[row] = held.highest[row]
+        held.totals[row] = held.totals[row] * held.factors[row]
 
 
 @device_function
-def find_highest(scores, largest, highest):
+def _find_highest(scores, largest, highest):
     for row in range(2):
         most = MINUS_INFINITY
         for i in range(NUM_KEYS // 8):
@@ -122,7 +138,7 @@ def find_highest(scores, largest, highest):
 
 
 @device_function
-def weigh(scores, largest, totals):
+def _weigh(scores, largest, totals):
     for row in range(2):
         origin = origin_of(largest[row])
         for i in range(NUM_KEYS // 8):
@@ -133,17 +149,11 @@ def weigh(scores, largest, totals):
 
 
 @device_function
-def publish(weights, largest, target, statistics, upper, lane):
-    """The group's weights and largest scores, for the other group."""
-    flip = uint32(upper & uint32(7))
+def publish(numbers, statistics, spot):
+    """Numbers of the lane's two rows, for the other group."""
     for row in range(2):
-        place = uint32(target + uint32(upper + uint32(8 * row)) * uint32(ROW_BYTES) + (lane & uint32(3)) * uint32(4))
-        for i in range(NUM_KEYS // 8):
-            swizzled = uint32((uint32(i) ^ flip) * uint32(16))
-            shared_store_b32(uint32(place + swizzled), weights[2 * i + row])
-        if lane & uint32(3) == uint32(0):
-            shared_store_f32(uint32(statistics + uint32(upper + uint32(8 * row)) * uint32(4)), largest[row])
-    tma.fence_shared()
+        if spot.lane & uint32(3) == uint32(0):
+            shared_store_f32(uint32(statistics + uint32(spot.upper + uint32(8 * row)) * uint32(4)), numbers[row])
 
 
 @device_function
@@ -152,16 +162,49 @@ def read_statistics(statistics, upper, found):
         found[row] = shared_load_f32(uint32(statistics + uint32(upper + uint32(8 * row)) * uint32(4)))
 
 
-@device_function
-def release(barrier, lane):
-    if lane == uint32(0):
-        mbarrier.arrive(barrier)
+@functools.cache
+def weight_sharers(dtype: str, sum_count: int) -> tuple[Any, Any, Any]:
+    """Device functions of a group: ``soften(held)``: scores become weights, measured from the rows' largest so far;
+    ``hand_over(held, own, panel, statistics, spot)``: group `own`, all of which has scored, leaves weights and largest
+    scores for the other one; ``take_over(held, other, statistics, spot)``: group `other`'s largest scores are there,
+    and its weights, and sums are measured from them."""
+    pack_weights, rescale = weight_packer(dtype, NUM_KEYS), sum_rescaler(sum_count)
+
+    @device_function
+    def soften(held):
+        _find_highest(held.scores, held.largest, held.highest)
+        _raise_largest(held)
+        _weigh(held.scores, held.largest, held.totals)
+        pack_weights(held.weights, held.scores)
+
+    @device_function
+    def hand_over(held, own, panel, statistics, spot):
+        sync_named(uint32(_SCORED + own), uint32(GROUP_THREADS))
+        flip, column = uint32(spot.upper & uint32(7)), uint32((spot.lane & uint32(3)) * uint32(4))
+        for row in range(2):
+            place = uint32(panel + uint32(spot.upper + uint32(8 * row)) * uint32(ROW_BYTES) + column)
+            for i in range(NUM_KEYS // 8):
+                swizzled = uint32((uint32(i) ^ flip) * uint32(16))
+                shared_store_b32(uint32(place + swizzled), held.weights[2 * i + row])
+        publish(held.largest, statistics, spot)
+        tma.fence_shared()
+        arrive_named(uint32(_WEIGHTS_READY + own), uint32(2 * GROUP_THREADS))
+
+    @device_function
+    def take_over(held, other, statistics, spot):
+        sync_named(uint32(_WEIGHTS_READY + other), uint32(2 * GROUP_THREADS))
+        read_statistics(statistics, spot.upper, held.highest)
+        _raise_largest(held)
+        rescale(held.sums, held.factors)
+
+    return soften, hand_over, take_over
 
 
 @device_function
-def init_barriers(queries_full, landed, full, bringers):
+def init_barriers(queries_full, bringers):
+    full = uint32(queries_full + uint32(16))
     mbarrier.init(queries_full, uint32(1))
-    mbarrier.init(landed, uint32(1))
+    mbarrier.init(uint32(queries_full + uint32(8)), uint32(1))
     for i in range(2 * PARTS):
         mbarrier.init(uint32(full + uint32(8 * i)), uint32(bringers))
         mbarrier.init(uint32(empty_of(full) + uint32(8 * i)), uint32(4))
@@ -170,14 +213,16 @@ def init_barriers(queries_full, landed, full, bringers):
 
 @functools.cache
 def tile_bringer(value_dim: int, block_size: int) -> Any:
-    """A device function of the warp that loads; see its arguments."""
+    """A device function of the warp that loads: ``(source, target, page, unwritten, lane)``, `target` being (the
+    tile, its first barrier, that of a tile with zeros, the phase) and `unwritten` (the first row that was never
+    written, how many). All parts of a tile; of the last one, such rows become zeros."""
     panels = LatentPanels(value_dim)
     half, count, tile_bytes, pages_a_tile = panels.half, panels.panels, panels.tile_bytes, NUM_KEYS // block_size
     part_panels, first_panels = (1, half, half), (0, 1, 1 + half)
 
     @device_function
-    def bring_tile(source, tile, full, landed, phase, landed_phase, page, lane, first_unwritten, num_unwritten):
-        """All parts of a tile; of the last one, rows that were never written become zeros."""
+    def bring_tile(source, target, page, unwritten, lane):
+        (tile, full, landed, phase), (first_unwritten, num_unwritten) = target, unwritten
         for part in range(PARTS):
             lanes = part_panels[part] * pages_a_tile
             is_full = uint32(full + uint32(8 * part))
@@ -194,10 +239,10 @@ def tile_bringer(value_dim: int, block_size: int) -> Any:
             if lane < uint32(lanes):
                 panel = uint32(uint32(first_panels[part]) + lane // uint32(pages_a_tile))
                 inside = uint32(lane % uint32(pages_a_tile))
-                target = uint32(tile + panel * uint32(PANEL_BYTES) + inside * uint32(block_size * ROW_BYTES))
-                _load_page(target, source, barrier, uint32(panel * uint32(PANEL_COLUMNS)), uint32(0), uint32(0), page)
+                at = uint32(tile + panel * uint32(PANEL_BYTES) + inside * uint32(block_size * ROW_BYTES))
+                _load_page(at, source, barrier, uint32(panel * uint32(PANEL_COLUMNS)), uint32(0), uint32(0), page)
         if num_unwritten > uint32(0):
-            mbarrier.wait(landed, landed_phase)
+            mbarrier.wait(landed, uint32(0))  # once
             zero = uint32(0)
             for panel in range(count):
                 done = lane
@@ -238,41 +283,3 @@ def tile_multiplier(dtype: str, value_dim: int) -> Any:
         wait_for_scores(scores)
 
     return multiply_tile
-
-
-@functools.cache
-def sum_rescaler(sum_count: int) -> Any:
-    """A device function ``(sums, factors)``, of a lane's two rows."""
-
-    @device_function
-    def rescale(sums, factors):
-        for i in range(sum_count // 4):
-            for row in range(2):
-                for j in range(2):
-                    sums[4 * i + 2 * row + j] = sums[4 * i + 2 * row + j] * factors[row]
-
-    return rescale
-
-
-@functools.cache
-def result_copier(value_dim: int) -> Any:
-    """A device function of a warp: its 16 rows of its group's results, from the queries' place to global memory."""
-    own_columns = value_dim // 2
-
-    @device_function
-    def copy_results(own_queries, out, first_token_row, first_row, rows, own, warp, lane):
-        place = lane
-        while place < uint32(16 * own_columns // 8):
-            below = uint32(place // uint32(own_columns // 8))
-            piece = uint32(place - below * uint32(own_columns // 8))
-            own_row = uint32(warp * uint32(16) + below)
-            if uint32(first_row + own_row) < rows:
-                panel = uint32(own_queries + (piece >> uint32(3)) * uint32(PANEL_BYTES))
-                swizzled = uint32(((piece ^ own_row) & uint32(7)) * uint32(16))
-                values = shared_load_4xb32(uint32(panel + own_row * uint32(ROW_BYTES) + swizzled))
-                at_row = uint64(uint32(first_token_row + first_row + own_row)) * uint64(2 * value_dim)
-                first = uint32(own * uint32(2 * own_columns) + piece * uint32(16))
-                store_4xb32(out + at_row + uint64(first), values)
-            place = uint32(place + uint32(32))
-
-    return copy_results
