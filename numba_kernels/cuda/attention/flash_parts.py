@@ -25,7 +25,7 @@ from numba_kernels.cuda.attention.online_softmax import (
 )
 from numba_kernels.cuda.attention.tiles import Variant, is_outside, sink_head, tile_shape, visible_end
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
-from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.math import divide_u32, exp2
 from numba_kernels.cuda.intrinsics.memory import shared_load_2xf32, shared_store_2xb32, shared_store_b32
 from numba_kernels.cuda.intrinsics.mma import (
@@ -39,6 +39,7 @@ from numba_kernels.cuda.intrinsics.warp import maximum_f32, or_b32, shuffle_xor_
 from numba_kernels.cuda.quantised_pages import fragment_unpacker, page_factor
 
 NUM_WARPS = 4
+_MOST_UNROLLED = 18  # steps: LLVM leaves a loop of more as it is, with its counter and addresses
 
 
 Form = namedtuple(
@@ -81,7 +82,7 @@ def lane_places(form: Form) -> Any:
         row_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
         value_place = uint32((lane & uint32(15)) * uint32(value_pitch) + (lane >> uint32(4)) * uint32(16))
         key_place = uint32(
-            ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(pitch)
+            ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(key_pitch)
             + ((lane >> uint32(3)) & uint32(1)) * uint32(16)
         )
         if has_scales:
@@ -118,42 +119,53 @@ def rows_starter(form: Form) -> Any:
 
 
 @functools.cache
-def score_multiplier(form: Form) -> Any:
-    """A device function ``(held, q_place, k_place)``: scores, unscaled."""
+def _steps_multiplier(form: Form, first: int) -> Any:
+    """A device function of ``(held, q_place, k_place)``: adds products of some steps, from `first` on, to scores."""
     add_product, unpack = product_adder(form.dtype), fragment_unpacker(form.variant.pages or "s8", form.dtype, 4)
-    strips, steps, key_tiles, keeps_queries = form.strips, form.steps, form.key_tiles, form.keeps_queries
-    key_fours, key_pairs, has_scales = form.key_fours, form.key_pairs, form.variant.pages != ""
-    pitch, key_pitch = form.pitch, form.key_pitch
+    strips, keeps_queries, key_fours, key_pairs = form.strips, form.keeps_queries, form.key_fours, form.key_pairs
+    pitch, key_pitch, count = form.pitch, form.key_pitch, min(_MOST_UNROLLED, form.steps - first)
 
     @device_function
-    def multiply_queries(held, q_place, k_place):
+    def multiply_steps(state):
+        held, q_place, k_place = state
         queries, scores = held.queries, held.scores
-        for m in range(strips):
-            for i in range(key_tiles):
-                for j in range(4):
-                    scores[m, i, j] = float32(0)
-        for step in range(steps):
+        for turn in range(count):
+            step = first + turn
+            at = step if keeps_queries else 0
             if not keeps_queries:
                 for m in range(strips):
                     put_4(queries[m, 0], load_matrix_x4(uint32(q_place + uint32(m * 16 * pitch + step * 32))))
-            at = step if keeps_queries else 0
-            if has_scales:
-                for four in range(key_fours):
-                    put_4(held.words, load_matrix_x4(uint32(k_place + uint32(four * 32 * key_pitch + step * 16))))
-                    unpack(held.pairs, held.words, held.room)
-                    for m in range(strips):
-                        query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
-                        for each in range(4):
-                            i = 4 * four + each
-                            add_product(scores[m, i], query, (held.pairs[2 * each], held.pairs[2 * each + 1]))
-            for pair in range(key_pairs):
-                k0, k1, k2, k3 = load_matrix_x4(uint32(k_place + uint32(pair * 16 * pitch + step * 32)))
+            for four in range(key_fours):
+                put_4(held.words, load_matrix_x4(uint32(k_place + uint32(four * 32 * key_pitch + step * 16))))
+                unpack(held.pairs, held.words, held.room)
                 for m in range(strips):
                     query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
-                    for side in range(2):
-                        i = 2 * pair + side
-                        half = (k0, k1) if side == 0 else (k2, k3)
-                        add_product(scores[m, i], query, half)
+                    for each in range(4):
+                        half = (held.pairs[2 * each], held.pairs[2 * each + 1])
+                        add_product(scores[m, 4 * four + each], query, half)
+            for pair in range(key_pairs):
+                k0, k1, k2, k3 = load_matrix_x4(uint32(k_place + uint32(pair * 16 * key_pitch + step * 32)))
+                for m in range(strips):
+                    query = (queries[m, at, 0], queries[m, at, 1], queries[m, at, 2], queries[m, at, 3])
+                    add_product(scores[m, 2 * pair], query, (k0, k1))
+                    add_product(scores[m, 2 * pair + 1], query, (k2, k3))
+
+    return multiply_steps
+
+
+@functools.cache
+def score_multiplier(form: Form) -> Any:
+    """A device function ``(held, q_place, k_place)``: scores, unscaled."""
+    strips, key_tiles = form.strips, form.key_tiles
+    multiply_steps = in_turn([_steps_multiplier(form, first) for first in range(0, form.steps, _MOST_UNROLLED)])
+
+    @device_function
+    def multiply_queries(held, q_place, k_place):
+        for m in range(strips):
+            for i in range(key_tiles):
+                for j in range(4):
+                    held.scores[m, i, j] = float32(0)
+        multiply_steps((held, q_place, k_place))
 
     return multiply_queries
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import asdict
-from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
@@ -26,7 +25,6 @@ from numba_kernels.cuda.attention.flash_parts import (
     weights_scaler,
 )
 from numba_kernels.cuda.attention.online_softmax import (
-    group_sum,
     load_sink,
     reciprocal_of,
     share_of_keys,
@@ -43,6 +41,8 @@ from numba_kernels.cuda.attention.tiles import (
 from numba_kernels.cuda.attention.wide_tiles import (
     SMALL,
     WideTiles,
+    result_recorder,
+    total_adder,
     weight_storer,
     wide_form,
     wide_scorer,
@@ -50,16 +50,12 @@ from numba_kernels.cuda.attention.wide_tiles import (
     wide_tile_copier,
     wide_weigher,
 )
-from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_commit,
     copy_async_wait,
     shared_address,
-    shared_load_f32,
-    shared_store_f32,
     store_2xf32,
-    store_4xf32,
 )
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index
@@ -68,26 +64,6 @@ from numba_kernels.cuda.quantised_pages import column_exchanger
 from numba_kernels.cuda.specialisation import Specialisation
 
 _wait_for_copies = copy_async_wait(0)
-
-
-@functools.cache
-def _result_recorder(tiles: WideTiles) -> Any:
-    """``record(target, sums, half, quarter)``: a lane's sums of its upper (0) or lower row, in float32 at an address of
-    device memory."""
-    value_tiles, has_scales = tiles.own_columns // 8, tiles.pages != ""
-    fours, singles = (value_tiles // 2, 0) if has_scales else (0, value_tiles)
-
-    @device_function
-    def record(target, sums, half, quarter):
-        for i in range(fours):  # even columns of 16, then the odd ones
-            a, b = sums[2 * i, 2 * half], sums[2 * i + 1, 2 * half]
-            c, d = sums[2 * i, 2 * half + 1], sums[2 * i + 1, 2 * half + 1]
-            store_4xf32(target + uint64(quarter) * uint64(16) + uint64(64 * i), (a, b, c, d))
-        for i in range(singles):
-            two = sums[i, 2 * half], sums[i, 2 * half + 1]
-            store_2xf32(target + uint64(quarter) * uint64(8) + uint64(32 * i), two)
-
-    return record
 
 
 @functools.cache
@@ -103,11 +79,11 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
     copy_queries = query_tile_copier(dtype, head_dim, tile_rows, threads)
     copy_out = output_tile_copier(dtype, head_dim, 16, team)
     exchange = column_exchanger(tile_rows, tiles.columns, pitch, threads)
-    key_place_of, score = wide_scorer(tiles)
     form = wide_form(tiles, variant)
-    weigh, store_weights, add_values = wide_weigher(tiles), weight_storer(tiles), wide_summer(tiles, form)
+    (key_place_of, score), weigh, add_totals = wide_scorer(form), wide_weigher(form, groups), total_adder(groups)
+    store_weights, add_values = weight_storer(form, tiles.weights_pitch), wide_summer(form, keys)
     scale_keys, mask, scale_values = scores_scaler(form), scores_masker(form), weights_scaler(form)
-    pack_row, record_result = row_packer(form), _result_recorder(tiles)
+    pack_row, record_result = row_packer(form), result_recorder(form)
     find = row_finder(tile_rows, keys, threads, is_split, has_window)
     bound = key_bounds(keys, is_split, has_window)
     place_of = record_place(head_dim, tile_rows)
@@ -163,7 +139,7 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
         v_place = uint32(v_tile + row * uint32(key_pitch) + half + group * uint32(own_columns * page_bytes))
         own_key = uint32(group * uint32(own_keys) + quarter * uint32(2))  # the lane's first in a tile
         own_weights = uint32(strip_weights + upper * uint32(weights_pitch) + own_key * uint32(2))
-        maxima_place = uint32(scratch + uint32(maxima_at) + (strip * uint32(16) + upper) * uint32(4))
+        maxima_place = uint32(scratch + uint32(maxima_at) + (strip * uint32(16) + upper) * uint32(4 * groups))
 
         queries = cuda.local.array((1, 1, 4), uint32)
         weights = cuda.local.array((1, 4), uint32)
@@ -240,17 +216,10 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
             key = following
 
         _wait_for_copies()
+        # All have done with the queries then, whose place takes the results, to be stored in whole rows.
+        add_totals(totals, maxima_place, group, quarter == uint32(0))
         for h in range(2):
-            totals[0, h] = group_sum(totals[0, h], 4)
-        if quarter == uint32(0):
-            for h in range(2):
-                at = uint32(maxima_place + group * uint32(4 * tile_rows) + uint32(32 * h))
-                shared_store_f32(at, totals[0, h])
-        sync_block()  # all have done with the queries, whose place takes the results, to be stored in whole rows
-        for h in range(2):
-            total = float32(0)
-            for other in range(groups):
-                total = total + shared_load_f32(uint32(maxima_place + uint32(other * 4 * tile_rows + 32 * h)))
+            total = totals[0, h]
             row = uint32(own_row + upper + uint32(8 * h))
             if is_split and num_parts > uint32(1):
                 if row < rows:

@@ -1,4 +1,5 @@
-"""Tiles of heads wider than `WIDE`, and their products with mma.sync: a strip's columns are divided among warps.
+"""Tiles of heads wider than `WIDE`, and products with mma.sync whose strips of 16 rows have several warps, which divide
+their columns: those of `flash_wide` and of latent attention.
 
 A strip of 16 rows has `groups` warps. Each scores its share of a tile's keys over the whole head dim, and sums its
 share of the columns over all of the tile's keys: a strip's largest scores and weights go through shared memory, and no
@@ -13,22 +14,29 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from numba import cuda, float32, uint32
+from numba import cuda, float32, uint32, uint64
 
 from numba_kernels.cuda.attention.flash_parts import Form, values_adder
-from numba_kernels.cuda.attention.online_softmax import origin_of, subtract
+from numba_kernels.cuda.attention.online_softmax import group_sum, origin_of, subtract
 from numba_kernels.cuda.attention.parts import scratch_bytes
 from numba_kernels.cuda.attention.tiles import Variant, run_copier, tile_shape
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import exp2
-from numba_kernels.cuda.intrinsics.memory import shared_load_f32, shared_store_b32, shared_store_f32
+from numba_kernels.cuda.intrinsics.memory import (
+    shared_load_2xf32,
+    shared_load_4xf32,
+    shared_store_b32,
+    shared_store_f32,
+    store_2xf32,
+    store_4xf32,
+)
 from numba_kernels.cuda.intrinsics.mma import (
     load_matrix_x4,
     product_adder,
     put_4,
 )
-from numba_kernels.cuda.intrinsics.sync import sync_named
+from numba_kernels.cuda.intrinsics.sync import sync_block, sync_named
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.quantised_pages import fragment_unpacker
 
@@ -152,18 +160,18 @@ def wide_tile_copier(tiles: WideTiles, block_size: int, has_window: bool) -> tup
 
 
 @functools.cache
-def wide_scorer(tiles: WideTiles) -> tuple[Any, Any]:
+def wide_scorer(form: Form) -> tuple[Any, Any]:
     """``place(lane)``: where a lane's rows of keys lie in its group's part of a tile, and ``score(scores, queries,
     keys)``: the products of the strip's rows at the shared address `queries`, of the lane, with those at `keys`.
 
     `scores` is an array [tiles of 8 keys, 4]. One such tile has two sums, of even and odd steps, so that no product
     waits for the one before."""
-    key_tiles, steps, has_scales = tiles.own_keys // 8, tiles.columns // 16, tiles.pages != ""
-    step_bytes = 16 if has_scales else 32
+    key_tiles, steps, pages = form.key_tiles, form.steps, form.variant.pages
+    has_scales, step_bytes = pages != "", 16 if pages else 32
     steps_a_load = (4 if has_scales else 2) // key_tiles
     chains = 2 if key_tiles == 1 else 1
-    add_product, unpack = product_adder(tiles.dtype), fragment_unpacker(tiles.pages or "s8", tiles.dtype, 4)
-    pitch, num_sums = tiles.key_pitch, chains * key_tiles
+    add_product, unpack = product_adder(form.dtype), fragment_unpacker(pages or "s8", form.dtype, 4)
+    pitch, num_sums = form.key_pitch, chains * key_tiles
 
     @device_function
     def place(lane):
@@ -179,10 +187,8 @@ def wide_scorer(tiles: WideTiles) -> tuple[Any, Any]:
 
     @device_function
     def score(scores, queries, keys):
-        words = cuda.local.array(4, uint32)
-        pairs = cuda.local.array(8, uint32)
-        room = cuda.local.array(1, uint32)
-        query = cuda.local.array(4, uint32)
+        words, room = cuda.local.array(4, uint32), cuda.local.array(1, uint32)
+        pairs = cuda.local.array(8, uint32) if has_scales else words
         sums = cuda.local.array((num_sums, 4), float32)
         for i in range(num_sums):
             for j in range(4):
@@ -191,16 +197,12 @@ def wide_scorer(tiles: WideTiles) -> tuple[Any, Any]:
             put_4(words, load_matrix_x4(uint32(keys + uint32(load * steps_a_load * step_bytes))))
             if has_scales:
                 unpack(pairs, words, room)
-            else:
-                for i in range(4):
-                    pairs[i] = words[i]
             for s in range(steps_a_load):
                 step = load * steps_a_load + s
-                put_4(query, load_matrix_x4(uint32(queries + uint32(step * 32))))
+                query = load_matrix_x4(uint32(queries + uint32(step * 32)))
                 for i in range(key_tiles):
                     which = 2 * (s * key_tiles + i)
-                    rows = query[0], query[1], query[2], query[3]
-                    add_product(sums[i + key_tiles * (s % chains)], rows, (pairs[which], pairs[which + 1]))
+                    add_product(sums[i + key_tiles * (s % chains)], query, (pairs[which], pairs[which + 1]))
         for i in range(key_tiles):
             for j in range(4):
                 scores[i, j] = sums[i, j]
@@ -211,15 +213,29 @@ def wide_scorer(tiles: WideTiles) -> tuple[Any, Any]:
 
 
 @functools.cache
-def wide_weigher(tiles: WideTiles) -> Any:
+def row_exchanger(groups: int) -> tuple[Any, Any]:
+    """``leave(place, group, upper, lower)`` and ``read(place, h) -> groups numbers``: the groups' numbers of a lane's
+    two rows, at the shared address of the upper row's."""
+    load = {2: shared_load_2xf32, 4: shared_load_4xf32}[groups]
+
+    @device_function
+    def leave(place, group, upper, lower):
+        at = uint32(place + group * uint32(4))
+        shared_store_f32(at, upper)
+        shared_store_f32(uint32(at + uint32(32 * groups)), lower)
+
+    return leave, device_function(lambda place, h: load(uint32(place + uint32(32 * groups * h))))
+
+
+@functools.cache
+def wide_weigher(form: Form, groups: int) -> Any:
     """A device function: scores of a warp's own keys become weights, measured from the strip's largest so far.
 
     ``(held, place, barrier, group, is_first)``: `place` is the shared address of the lane's upper row in the block's
     largest scores, `is_first` whether the lane stores its quad's. Totals are of own keys. Sums are rescaled where a row
     has a larger score than before.
     """
-    key_tiles, groups, row_bytes, team = tiles.own_keys // 8, tiles.groups, 4 * tiles.num_rows, 32 * tiles.groups
-    value_tiles = tiles.own_columns // 8
+    key_tiles, value_tiles, team, (leave, read) = form.key_tiles, form.value_tiles, 32 * groups, row_exchanger(groups)
 
     @device_function
     def weigh(held, place, barrier, group, is_first):
@@ -234,13 +250,12 @@ def wide_weigher(tiles: WideTiles) -> Any:
             largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(2)))
             own[h] = largest
         if is_first:  # one branch, after all shuffles, or LLVM makes two of them
-            for h in range(2):
-                shared_store_f32(uint32(place + group * uint32(row_bytes) + uint32(32 * h)), own[h])
+            leave(place, group, own[0], own[1])
         sync_named(barrier, uint32(team))
         for h in range(2):
-            largest = maxima[0, h]
+            largest, found = maxima[0, h], read(place, h)
             for other in range(groups):
-                largest = maximum_f32(largest, shared_load_f32(uint32(place + uint32(other * row_bytes + 32 * h))))
+                largest = maximum_f32(largest, found[other])
             origin = origin_of(largest)
             factors[0, h] = exp2(subtract(maxima[0, h], origin))
             if largest > maxima[0, h]:
@@ -261,26 +276,46 @@ def wide_weigher(tiles: WideTiles) -> Any:
 
 
 @functools.cache
-def weight_storer(tiles: WideTiles) -> Any:
+def total_adder(groups: int) -> Any:
+    """A device function ``(totals, place, group, is_first)`` of all threads of a block: rows' totals of all keys."""
+    leave, read = row_exchanger(groups)
+
+    @device_function
+    def add_totals(totals, place, group, is_first):
+        for h in range(2):
+            totals[0, h] = group_sum(totals[0, h], 4)
+        if is_first:
+            leave(place, group, totals[0, 0], totals[0, 1])
+        sync_block()
+        for h in range(2):
+            found, total = read(place, h), float32(0)
+            for other in range(groups):
+                total = total + found[other]
+            totals[0, h] = total
+
+    return add_totals
+
+
+@functools.cache
+def weight_storer(form: Form, weights_pitch: int) -> Any:
     """A device function ``(place, scores)``: a warp's weights, rounded, go to the lane's place among the strip's."""
-    key_tiles, below = tiles.own_keys // 8, 8 * tiles.weights_pitch
-    pack = pack_bf16 if tiles.dtype == "bf16" else pack_f16
+    key_tiles, pack = form.key_tiles, pack_bf16 if form.dtype == "bf16" else pack_f16
 
     @device_function
     def store(place, scores):
         for i in range(key_tiles):
             for h in range(2):
                 pair = pack(scores[i, 2 * h], scores[i, 2 * h + 1])
-                shared_store_b32(uint32(place + uint32(16 * i + h * below)), pair)
+                shared_store_b32(uint32(place + uint32(16 * i + 8 * h * weights_pitch)), pair)
 
     return store
 
 
 @functools.cache
-def wide_summer(tiles: WideTiles, form: Form) -> Any:
+def wide_summer(form: Form, num_keys: int) -> Any:
     """A device function ``(held, weights, values)``: adds the products of the strip's weights, at the lane's shared
     address, with the group's columns of values, at the lane's."""
-    add_values, key_steps, pitch = values_adder(form), tiles.num_keys // 16, tiles.key_pitch
+    add_values, key_steps, pitch = values_adder(form), num_keys // 16, form.value_pitch
 
     @device_function
     def add(held, weights, values):
@@ -289,3 +324,22 @@ def wide_summer(tiles: WideTiles, form: Form) -> Any:
             add_values(held, uint32(values + uint32(step * 16 * pitch)))
 
     return add
+
+
+@functools.cache
+def result_recorder(form: Form) -> Any:
+    """``record(target, sums, half, quarter)``: a lane's sums of its upper (0) or lower row, in float32 at an address of
+    device memory."""
+    fours, singles = form.value_tiles // 2 - form.value_pairs, 2 * form.value_pairs
+
+    @device_function
+    def record(target, sums, half, quarter):
+        for i in range(fours):  # even columns of 16, then the odd ones
+            a, b = sums[2 * i, 2 * half], sums[2 * i + 1, 2 * half]
+            c, d = sums[2 * i, 2 * half + 1], sums[2 * i + 1, 2 * half + 1]
+            store_4xf32(target + uint64(quarter) * uint64(16) + uint64(64 * i), (a, b, c, d))
+        for i in range(singles):
+            two = sums[i, 2 * half], sums[i, 2 * half + 1]
+            store_2xf32(target + uint64(quarter) * uint64(8) + uint64(32 * i), two)
+
+    return record

@@ -122,7 +122,7 @@ def rows_of(head_map: HeadMap, num_tokens: int) -> int:
 
 
 Spot = namedtuple("Spot", "head first_column first_token num_heads num_tokens")
-"""What a block computes: its head, its first column and token, of so many heads and tokens."""
+"""A block's head, and its first column and token, of so many heads and tokens."""
 
 
 @functools.cache

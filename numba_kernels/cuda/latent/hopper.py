@@ -195,7 +195,7 @@ def _walkers(dtype: str, value_dim: int) -> tuple[Any, Any]:
 
     @device_function
     def places(shared):
-        """Of even and odd tiles: the tile, its first barrier, the largest scores."""
+        """The tile, its first barrier and the largest scores, of even and of odd tiles."""
         tile, full = uint32(shared + uint32(tiles_at)), uint32(shared + uint32(full_at))
         statistics = uint32(shared + uint32(statistics_at))
         other = uint32(tile + uint32(tile_bytes)), uint32(full + uint32(8 * PARTS))

@@ -19,32 +19,44 @@ from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, origin_of, reciprocal_of, subtract
+from numba_kernels.cuda.attention.flash_parts import (
+    Form,
+    Held,
+    lane_places,
+    row_packer,
+    rows_starter,
+    score_multiplier,
+    scores_masker,
+    scores_scaler,
+)
+from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, reciprocal_of
 from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, record_place, scratch_bytes
 from numba_kernels.cuda.attention.tiles import (
+    Variant,
     output_tile_copier,
     query_tile_copier,
     rows_of_tile,
     tile_shape,
-    visible_end,
 )
-from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
+from numba_kernels.cuda.attention.wide_tiles import (
+    result_recorder,
+    total_adder,
+    weight_storer,
+    wide_summer,
+    wide_weigher,
+)
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import divide_u32, exp2, minimum_u32
+from numba_kernels.cuda.intrinsics.math import minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_16,
     copy_async_commit,
     copy_async_wait,
     copy_async_whole_16,
     shared_address,
-    shared_load_4xf32,
-    shared_store_b32,
-    shared_store_f32,
     store_2xf32,
 )
-from numba_kernels.cuda.intrinsics.mma import load_matrix_x4, load_matrix_x4_transposed, product_adder
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import lane_index, maximum_f32, or_b32, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32
 from numba_kernels.cuda.latent.byte_tiles import tile_widener
 from numba_kernels.cuda.specialisation import Specialisation
 from numba_kernels.latent_rows import LatentBytes
@@ -193,83 +205,6 @@ def _tile_copiers(tiles: LatentTiles, block_size: int) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _scorer(dtype: str, steps: int) -> Any:
-    """A device function ``(scores, places, own_key, ends, is_edge, scale)``: a warp's scores of 16 rows and keys.
-    `places` are those of queries and keys for `ldmatrix`; `own_key` is the lane's first."""
-    add_product = product_adder(dtype)
-
-    @device_function
-    def score(scores, places, own_key, ends, is_edge, scale):
-        query_place, key_place = places
-        for side in range(2):
-            for j in range(4):
-                scores[side, j] = float32(0)
-        for step in range(steps):
-            a = load_matrix_x4(uint32(query_place + uint32(32 * step)))
-            b = load_matrix_x4(uint32(key_place + uint32(32 * step)))
-            add_product(scores[0], a, (b[0], b[1]))
-            add_product(scores[1], a, (b[2], b[3]))
-        for side in range(2):
-            for j in range(4):
-                scores[side, j] = scores[side, j] * scale
-        if is_edge:
-            for side in range(2):
-                for j in range(4):
-                    at = uint32(own_key + uint32(8 * side + j % 2))
-                    if at >= ends[j // 2]:
-                        scores[side, j] = MINUS_INFINITY
-
-    return score
-
-
-@functools.cache
-def _weigher(dtype: str, weight_pitch: int) -> Any:
-    """A device function ``(scores, totals, origins, place)``: weights, from the lane's place in shared memory on."""
-    pack = pack_bf16 if dtype == "bf16" else pack_f16
-
-    @device_function
-    def weigh(scores, totals, origins, place):
-        for side in range(2):
-            for j in range(2):
-                first = exp2(subtract(scores[side, 2 * j], origins[j]))
-                second = exp2(subtract(scores[side, 2 * j + 1], origins[j]))
-                totals[j] = totals[j] + (first + second)
-                at = uint32(place + uint32(8 * j * weight_pitch + 16 * side))
-                shared_store_b32(at, pack(first, second))
-
-    return weigh
-
-
-@functools.cache
-def _result_keepers(tiles: LatentTiles) -> tuple[Any, Any]:
-    """Device functions ``stage(sums, totals, place, first_pair)``, which writes a warp's results to shared memory, from
-    the lane's place on, and ``record_sums(sums, record, half, first_pair, pair)`` of its upper or lower row."""
-    pack, own_pairs = pack_bf16 if tiles.dtype == "bf16" else pack_f16, tiles.own_pairs
-    out_pitch = tile_shape(tiles.dtype, tiles.value_dim).pitch
-
-    @device_function
-    def record_sums(sums, record, half, first_pair, pair):
-        for i in range(own_pairs):
-            column = uint32(uint32(first_pair + uint32(i)) * uint32(16) + pair)
-            for side in range(2):
-                at = record + uint64(uint32(uint32(column + uint32(8 * side)) * uint32(4)))
-                store_2xf32(at, (sums[i, side, 2 * half], sums[i, side, 2 * half + 1]))
-
-    @device_function
-    def stage_results(sums, totals, place, first_pair):
-        for j in range(2):
-            factor = reciprocal_of(totals[j])
-            for i in range(own_pairs):
-                column = uint32(uint32(first_pair + uint32(i)) * uint32(16))
-                at = uint32(place + uint32(8 * j * out_pitch) + column * uint32(2))
-                for side in range(2):
-                    both = pack(sums[i, side, 2 * j] * factor, sums[i, side, 2 * j + 1] * factor)
-                    shared_store_b32(uint32(at + uint32(16 * side)), both)
-
-    return stage_results, record_sums
-
-
-@functools.cache
 def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     """Grid: the parts of all sequences, as `parts` bounds them. Arguments: see `planning.LatentPlan.arguments`."""
     dtype, width, value_dim, num_keys = tiles.dtype, tiles.width, tiles.value_dim, tiles.num_keys
@@ -277,17 +212,22 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     in_bytes = tiles.pages != ""
     widen = tile_widener(dtype, tiles.bytes, num_keys, tiles.stage_pitch, pitch, THREADS) if in_bytes else None
     first_value = tiles.first_value
-    q_pitch = tile_shape(dtype, width).pitch
-    score, (stage_results, record_sums) = _scorer(dtype, -(-width // 16)), _result_keepers(tiles)
-    weigh, key_steps = _weigher(dtype, weight_pitch), num_keys // 16
-    score_warps = num_keys // 16
-    own_pairs = tiles.own_pairs
+    q_pitch, out_pitch = tile_shape(dtype, width).pitch, tile_shape(dtype, value_dim).pitch
+    own_pairs, value_tiles = tiles.own_pairs, 2 * tiles.own_pairs
+    form = Form(
+        dtype, Variant(), 16, 1, -(-width // 16), 2, value_tiles, 0, 0, 1, own_pairs, False, q_pitch, out_pitch,
+        pitch, pitch,
+    )  # fmt: skip
+    weigh, add_totals, places_of = wide_weigher(form, WARPS), total_adder(WARPS), lane_places(form)
+    multiply_queries = score_multiplier(form)
+    scale_scores, mask, start_rows = scores_scaler(form), scores_masker(form), rows_starter(form)
+    store_weights, add_values = weight_storer(form, weight_pitch), wide_summer(form, num_keys)
+    pack_row, record_result, score_warps = row_packer(form), result_recorder(form), num_keys // 16
     groups = num_keys // _COPIED_ROWS
     locate, copy_tile = _tile_copiers(tiles, block_size)
-    add_product, find = product_adder(dtype), part_finder(NUM_ROWS, num_keys, THREADS, False)
+    find = part_finder(NUM_ROWS, num_keys, THREADS, False)
     copy_queries = query_tile_copier(dtype, width, NUM_ROWS, THREADS)
     copy_results = output_tile_copier(dtype, value_dim, NUM_ROWS, THREADS)
-    out_pitch = tile_shape(dtype, value_dim).pitch
     place_of = record_place(value_dim, NUM_ROWS)
     combine = parts_combiner(dtype, value_dim, NUM_ROWS, THREADS, False)
     record_columns = tile_shape("f32", value_dim).columns
@@ -306,7 +246,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         scratch = shared_address(storage)
         thread = uint32(cuda.threadIdx.x)
         lane = lane_index()
-        warp = uint32(thread >> uint32(5))
+        warp = shuffle_index_b32(uint32(thread >> uint32(5)), uint32(0))  # so that ptxas knows it is uniform
         block = uint32(cuda.blockIdx.x)
         seq, tile, part, num_parts, _first_key, part_keys, first_token, query_len, seq_len = find(
             scratch, query_start, seq_lens, num_seqs, num_heads, uint32(0), wanted, block, thread
@@ -320,39 +260,29 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         table = uint64(seq) * uint64(table_width)
         q_tile = uint32(scratch + uint32(q_at))
         weights = uint32(scratch + uint32(weights_at))
-        maxima = uint32(scratch + uint32(maxima_at))
         stages = uint32(scratch + uint32(tiles_at))
 
-        # ldmatrix: rows of queries and weights by 16, keys by rows of 8 and halves of a step, values by rows of 16.
-        low_row = uint32(lane & uint32(15))
-        high_half = uint32((lane >> uint32(4)) * uint32(16))
-        query_place = uint32(q_tile + low_row * uint32(q_pitch) + high_half)
-        weight_place = uint32(weights + low_row * uint32(weight_pitch) + high_half)
-        own_key = uint32((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8) + warp * uint32(16))
-        key_place = uint32(own_key * uint32(pitch) + ((lane >> uint32(3)) & uint32(1)) * uint32(16))
         first_pair = uint32(warp * uint32(own_pairs))
-        value_place = uint32(low_row * uint32(pitch) + high_half + uint32(first_value * 2) + first_pair * uint32(32))
+        query_place, key_place, value_place = places_of(
+            q_tile, uint32(warp * uint32(16 * pitch)), uint32(uint32(first_value * 2) + first_pair * uint32(32)), lane
+        )
+        weight_place = uint32(weights + (lane & uint32(15)) * uint32(weight_pitch) + (lane >> uint32(4)) * uint32(16))
         # A lane's accumulators belong to rows `above` and 8 more, and to two neighbouring keys or columns.
         above = uint32(lane >> uint32(2))
         pair = uint32((lane & uint32(3)) * uint32(2))
+        own_maxima = uint32(scratch + uint32(maxima_at) + above * uint32(4 * WARPS))
+        own_weights = uint32(weights + above * uint32(weight_pitch) + uint32(warp * uint32(16) + pair) * uint32(2))
 
         blocks = cuda.local.array(groups, uint32)
-        sums = cuda.local.array((own_pairs, 2, 4), float32)
-        scores = cuda.local.array((2, 4), float32)
-        largest, totals = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        factors, origins = cuda.local.array(2, float32), cuda.local.array(2, float32)
-        ends = cuda.local.array(2, uint32)
-        for j in range(2):
-            ends[j] = visible_end(seq_len, query_len, divide_u32(uint32(first_row + above + uint32(8 * j)), num_heads))
-            largest[j] = MINUS_INFINITY
-            totals[j] = float32(0)
-            if pair == uint32(0):  # warps without keys leave it so
-                at = uint32((above + uint32(8 * j)) * uint32(4 * WARPS) + warp * uint32(4))
-                shared_store_f32(uint32(maxima + at), MINUS_INFINITY)
-        for i in range(own_pairs):
-            for side in range(2):
-                for j in range(4):
-                    sums[i, side, j] = float32(0)
+        queries, packed = cuda.local.array((1, 1, 4), uint32), cuda.local.array((1, 4), uint32)
+        scores, sums = cuda.local.array((1, 2, 4), float32), cuda.local.array((1, value_tiles, 4), float32)
+        ends, own_ends = cuda.local.array((1, 2), uint32), cuda.local.array((1, 2), uint32)
+        maxima, totals = cuda.local.array((1, 2), float32), cuda.local.array((1, 2), float32)
+        factors, room = cuda.local.array((1, 2), float32), cuda.local.array(1, uint32)
+        words, pairs = cuda.local.array(4, uint32), cuda.local.array(8, uint32)
+        held = Held(queries, packed, scores, sums, ends, own_ends, maxima, totals, factors, words, pairs, room)
+        chunk = block_tables, first_token, seq_len, query_len, uint32(0), wanted
+        start_rows(held, chunk, uint32(first_row + above), num_heads)
 
         locate(block_tables, table, key, stop, thread, blocks)
         copy_queries(q_tile, q, place_of_tile, thread)
@@ -378,48 +308,21 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                 if later < stop:
                     copy_tile(stage, pages, later, stop, thread, blocks)
                 copy_async_commit()
-            if score_warps == WARPS or warp < uint32(score_warps):
-                places = query_place, uint32(own_tile + key_place)
-                own_key = uint32(key + warp * uint32(16) + pair)
-                is_edge = uint32(key + uint32(num_keys)) > shortest_end
-                score(scores, places, own_key, ends, is_edge, scale)
-                for j in range(2):
-                    highest = maximum_f32(
-                        maximum_f32(scores[0, 2 * j], scores[0, 2 * j + 1]),
-                        maximum_f32(scores[1, 2 * j], scores[1, 2 * j + 1]),
-                    )
-                    highest = maximum_f32(highest, shuffle_xor_f32(highest, uint32(1)))
-                    highest = maximum_f32(highest, shuffle_xor_f32(highest, uint32(2)))
-                    if pair == uint32(0):
-                        at = uint32((above + uint32(8 * j)) * uint32(4 * WARPS) + warp * uint32(4))
-                        shared_store_f32(uint32(maxima + at), highest)
+            has_keys = score_warps == WARPS or warp < uint32(score_warps)
+            if has_keys:
+                multiply_queries(held, query_place, uint32(own_tile + key_place))
+                scale_scores(held, uint32(0), scale)
+                if uint32(key + uint32(num_keys)) > shortest_end:
+                    mask(held, uint32(key + warp * uint32(16) + pair), uint32(0))
+            else:
+                for i in range(2):
+                    for j in range(4):
+                        scores[0, i, j] = MINUS_INFINITY
+            weigh(held, own_maxima, uint32(1), warp, pair == uint32(0))
+            if has_keys:
+                store_weights(own_weights, scores[0])
             sync_block()
-            is_larger = uint32(0)
-            for j in range(2):
-                a, b, c, d = shared_load_4xf32(uint32(maxima + (above + uint32(8 * j)) * uint32(4 * WARPS)))
-                highest = maximum_f32(largest[j], maximum_f32(maximum_f32(a, b), maximum_f32(c, d)))
-                origins[j] = origin_of(highest)
-                factors[j] = exp2(subtract(largest[j], origins[j]))
-                if highest > largest[j]:
-                    is_larger = uint32(1)
-                largest[j] = highest
-                totals[j] = totals[j] * factors[j]
-            if score_warps == WARPS or warp < uint32(score_warps):
-                place = uint32(weights + above * uint32(weight_pitch) + uint32(warp * uint32(16) + pair) * uint32(2))
-                weigh(scores, totals, origins, place)
-            if or_b32(is_larger) != uint32(0):
-                for i in range(own_pairs):
-                    for side in range(2):
-                        for j in range(4):
-                            sums[i, side, j] = sums[i, side, j] * factors[j // 2]
-            sync_block()
-            for step in range(key_steps):
-                a = load_matrix_x4(uint32(weight_place + uint32(32 * step)))
-                for i in range(own_pairs):
-                    place = uint32(own_tile + value_place + uint32(16 * pitch * step + 32 * i))
-                    b = load_matrix_x4_transposed(place)
-                    add_product(sums[i, 0], a, (b[0], b[1]))
-                    add_product(sums[i, 1], a, (b[2], b[3]))
+            add_values(held, weight_place, uint32(own_tile + value_place))
             sync_block()
             if not in_bytes:
                 if later < stop:
@@ -429,31 +332,23 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
             key = uint32(key + uint32(num_keys))
 
         _wait_for_copies()
-        for j in range(2):
-            total = totals[j] + shuffle_xor_f32(totals[j], uint32(1))
-            totals[j] = total + shuffle_xor_f32(total, uint32(2))
-            if pair == uint32(0):
-                at = uint32((above + uint32(8 * j)) * uint32(4 * WARPS) + warp * uint32(4))
-                shared_store_f32(uint32(maxima + at), totals[j])
-        sync_block()
-        for j in range(2):
-            a, b, c, d = shared_load_4xf32(uint32(maxima + (above + uint32(8 * j)) * uint32(4 * WARPS)))
-            totals[j] = a + b + c + d
+        add_totals(totals, own_maxima, warp, pair == uint32(0))
         if num_parts > uint32(1):
             for j in range(2):
                 row = uint32(above + uint32(8 * j))
                 if uint32(first_row + row) < rows:
                     record = place_of(workspace, block, uint32(0), uint32(1), row)
                     if thread < uint32(32) and pair == uint32(0):
-                        store_2xf32(record + uint64(4 * record_columns), (largest[j], totals[j]))
-                    record_sums(sums, record, j, first_pair, pair)
+                        store_2xf32(record + uint64(4 * record_columns), (maxima[0, j], totals[0, j]))
+                    record_result(record + uint64(uint32(first_pair * uint32(64))), sums[0], j, lane & uint32(3))
             combine(
                 scratch, workspace, arrivals, out, uint64(0), block, part, num_parts, uint32(0), uint32(1), num_heads,
                 num_heads, first_token, first_row, rows, thread,
             )  # fmt: skip
             return
-        place = uint32(q_tile + above * uint32(out_pitch) + pair * uint32(2))
-        stage_results(sums, totals, place, first_pair)
+        place = uint32(q_tile + above * uint32(out_pitch) + first_pair * uint32(32))
+        for j in range(2):
+            pack_row(sums[0], j, reciprocal_of(totals[0, j]), uint32(place + uint32(8 * j * out_pitch)), pair)
         sync_block()
         copy_results(q_tile, out, place_of_tile, thread)
 
