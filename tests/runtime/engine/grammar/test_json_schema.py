@@ -119,7 +119,9 @@ def test_a_prepared_schema_takes_the_same_values(seeds: range) -> None:
         before, after, twice = validator(schema), validator(ready.schema), validator(again)
         try:
             are_valid = [before.is_valid(value) for value in VALUES]
-        except RecursionError:  # a reference to where it stands
+        except BaseException as error:  # a reference to where it stands; rpds, which is Rust, panics at the limit
+            if "RecursionError" not in repr(error):
+                raise
             continue
         num_taken += 1
         keywords |= schema.keys()

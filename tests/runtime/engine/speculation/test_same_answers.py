@@ -119,5 +119,5 @@ def test_on_an_emulated_gpu(arch: str) -> None:
     model = loaded_model(folder, EngineConfig(max_model_len=96, **settings))  # type: ignore[arg-type]
     drafter = load_eagle3(folder / "drafter", model, **settings)  # type: ignore[arg-type]
     small = {**settings, "max_model_len": 48}
-    found = compare(model, folder, 6, 12, states=[drafter], most_output=14, **small)
+    found = compare(model, folder, 6, 14, states=[drafter], most_output=14, **small)
     check(found, "eagle3")
