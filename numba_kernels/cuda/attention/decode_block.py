@@ -9,6 +9,7 @@ from numba_kernels.cuda.attention.runs import STATE_BYTES
 from numba_kernels.cuda.attention.tiles import tile_shape
 
 NUM_KEYS = 16  # of a warp's tile
+WIDE_SPILL_ON = ("sm_80", "sm_86", "sm_89")  # tiles of 16 rows of more than 128 columns
 CUT_BYTES = 32  # what a block keeps of a tile that others have parts of, too
 RUN_AT, SCRATCH_BYTES = 2 * CUT_BYTES, 2 * CUT_BYTES + 32
 

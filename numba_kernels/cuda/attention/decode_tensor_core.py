@@ -27,7 +27,14 @@ from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
-from numba_kernels.cuda.attention.decode_block import NUM_KEYS, RUN_AT, SCRATCH_BYTES, DecodeBlock, decode_block
+from numba_kernels.cuda.attention.decode_block import (
+    NUM_KEYS,
+    RUN_AT,
+    SCRATCH_BYTES,
+    WIDE_SPILL_ON,
+    DecodeBlock,
+    decode_block,
+)
 from numba_kernels.cuda.attention.decode_results import cut_tiles, result_leaver, result_merger
 from numba_kernels.cuda.attention.decode_steps import query_keeper, tile_scorer, tile_softmax, value_adder
 from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY
@@ -372,6 +379,7 @@ def decode_tensor_core(
     if block.columns <= 128:
         min_blocks = 3 if variant.pages else 2 * HALF_BLOCKS
     if heads is None:
-        return Specialisation(name, kernel, ARGUMENT_TYPES, block.threads, min_blocks, constants)
+        lacking = WIDE_SPILL_ON if block.columns * num_rows > 2048 else ()
+        return Specialisation(name, kernel, ARGUMENT_TYPES, block.threads, min_blocks, constants, spills_on=lacking)
     name, constants, argument_types = f"{name}_heads{heads.suffix}", heads.constants | constants, _WITH_HEADS
     return Specialisation(name, preparing_kernel, argument_types, block.threads, min_blocks, constants)

@@ -17,7 +17,7 @@ from numba_kernels.cuda.attention import (
     parts,
     segments,
 )
-from numba_kernels.cuda.attention.decode_block import decode_block
+from numba_kernels.cuda.attention.decode_block import WIDE_SPILL_ON, decode_block
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.prepared_heads import HeadForm, fits_tiles
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
@@ -208,7 +208,7 @@ def plan(
         num_rows, shared_bytes = wide.num_rows, wide.shared_bytes
         kernel = flash_wide.flash_wide(wide, block_size, True, variant)
     else:
-        num_rows = 8 if rows <= 8 else _most_rows(head_dim, pages)
+        num_rows = 8 if rows <= 8 else _most_rows(head_dim, pages, arch)
         if heads is not None and max_query_len == 1 and rows <= num_rows and fits_tiles(heads):
             prepared = heads
         kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant, prepared)
@@ -289,9 +289,9 @@ def plan_expanded(
     return ExpandedPlan(launch, num_heads, size)
 
 
-def _most_rows(head_dim: int, pages: str) -> int:
-    """The rows of a decode kernel's largest tile: 16 of wide heads and bytes would not fit in registers."""
-    return 8 if pages and head_dim > 128 else _DECODE_ROWS
+def _most_rows(head_dim: int, pages: str, arch: str = "") -> int:
+    """The rows of a decode kernel's largest tile, where 16 fit in registers."""
+    return 8 if head_dim > 128 and (pages or arch in WIDE_SPILL_ON) else _DECODE_ROWS
 
 
 def _flash_rows(dtype: str, head_dim: int, rows: int, arch: str) -> int:

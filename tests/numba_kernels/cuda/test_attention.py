@@ -206,6 +206,17 @@ def test_each_architecture(gpu: Gpu, tier: str, dtype: str) -> None:
         assert relative_error(out, batch.expected(0.125, window)) < TOLERANCE[dtype]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("gpu", "rows"), [("emulated:sm_80", 8), ("emulated:sm_90a", 16)], indirect=["gpu"])
+def test_rows_of_wide_heads_by_the_registers(gpu: Gpu, rows: int) -> None:
+    """16 queries a KV head: one tile, or two of 8 where ptxas would spill 16."""
+    batch = paged_batch(np.random.default_rng(9), [(150, 1), (3, 2), (33, 1)], heads=16, kv_heads=1, head_dim=256,
+                        dtype="bf16")  # fmt: skip
+    plan, (out, _) = batch.plan(tier="decode", arch=gpu.arch), batch.run(gpu, 0.07, tier="decode", num_sms=132)
+    assert plan.launch.specialisation.constants["num_rows"] == rows
+    assert relative_error(out, batch.expected(0.07)) < TOLERANCE["bf16"]
+
+
 def test_sequences_are_cut_by_their_own_lengths(gpu: Gpu) -> None:
     """One long among short ones, under the plan of a captured batch: longer sequences, and entries that are padding."""
     chunks = [(20, 1), (2999, 1), (0, 1), (150, 1), (700, 1)] + [(7, 1)] * 200
