@@ -34,6 +34,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     store_f32,
 )
 from numba_kernels.cuda.intrinsics.mma import product_adder, put_4
+from numba_kernels.cuda.intrinsics.shared_memory import without_room
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index
 from numba_kernels.cuda.recurrent.chunk_layout import (
@@ -286,4 +287,5 @@ def chunk_scan(form: ChunkForm, num_warps: int, state_dtype: str) -> Specialisat
     kind = "delta" if has_delta else "mamba"
     name = f"{kind}_chunk_scan_{dtype}_{rows}x{columns}_w{num_warps}_s{state_dtype}"
     constants = {"dtype": dtype, "rows": rows, "columns": columns, "has_delta": has_delta, "num_warps": num_warps}
-    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, constants=constants)
+    lacking = without_room(shared_bytes(form))
+    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, constants=constants, spills_on=lacking)
