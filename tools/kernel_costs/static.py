@@ -28,7 +28,7 @@ from numba_kernels.cuda.attention import flash_float32, flash_tensor_core
 from numba_kernels.cuda.attention.decode_block import decode_block
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.tiles import WIDE
-from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
+from numba_kernels.cuda.attention.wide_tiles import wide_tiles
 from numba_kernels.cuda.experts import packed_gather, packed_rows
 from numba_kernels.cuda.gemm import (
     hopper,
@@ -310,7 +310,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith(("attention_flash", "attention_decode")):
         dtype, head_dim, is_split = constants["dtype"], constants["head_dim"], name.startswith("attention_decode")
         if head_dim > WIDE and dtype != "f32":
-            sizes = (wide_tiles(dtype, constants["pages"], head_dim, each, is_split) for each in ("sm_80", SMALL[0]))
+            sizes = (wide_tiles(dtype, constants["pages"], head_dim, each, is_split) for each in ("sm_80", "sm_86"))
             return next(each.shared_bytes for each in sizes if each.num_keys == constants["num_keys"])
         if dtype == "f32":
             return flash_float32.shared_bytes(head_dim, constants["v_dim"], is_split)

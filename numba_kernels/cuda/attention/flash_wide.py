@@ -39,7 +39,6 @@ from numba_kernels.cuda.attention.tiles import (
     sink_head,
 )
 from numba_kernels.cuda.attention.wide_tiles import (
-    SMALL,
     WideTiles,
     result_recorder,
     total_adder,
@@ -57,6 +56,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     shared_address,
     store_2xf32,
 )
+from numba_kernels.cuda.intrinsics.shared_memory import without_room
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index
 from numba_kernels.cuda.kv_cache import check_pages
@@ -249,5 +249,5 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
     constants = {
         "dtype": dtype, "head_dim": head_dim, "block_size": block_size, "num_rows": tile_rows, "num_keys": keys,
     } | asdict(variant)  # fmt: skip
-    has_no_room = SMALL if tiles.shared_bytes > 99 * 1024 else ()
-    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, 1, constants, spills_on=has_no_room)
+    lacking = without_room(tiles.shared_bytes)
+    return Specialisation(name, kernel, ARGUMENT_TYPES, threads, 1, constants, spills_on=lacking)

@@ -21,8 +21,9 @@ from numba_kernels.cuda.attention.decode_block import WIDE_SPILL_ON, decode_bloc
 from numba_kernels.cuda.attention.hopper_tiles import hopper_tiles
 from numba_kernels.cuda.attention.prepared_heads import HeadForm, fits_tiles
 from numba_kernels.cuda.attention.tiles import NO_WINDOW, WIDE, Variant
-from numba_kernels.cuda.attention.wide_tiles import SMALL, wide_tiles
+from numba_kernels.cuda.attention.wide_tiles import wide_tiles
 from numba_kernels.cuda.intrinsics.element_types import DTYPES, ITEM_BYTES
+from numba_kernels.cuda.intrinsics.shared_memory import SMALL
 from numba_kernels.cuda.kv_cache import check_pages
 from numba_kernels.cuda.quantised_pages import PAGES
 from numba_kernels.cuda.specialisation import HALF_SHARED_BYTES, Launch, Specialisation

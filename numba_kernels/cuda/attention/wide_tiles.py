@@ -36,12 +36,10 @@ from numba_kernels.cuda.intrinsics.mma import (
     product_adder,
     put_4,
 )
+from numba_kernels.cuda.intrinsics.shared_memory import SMALL
 from numba_kernels.cuda.intrinsics.sync import sync_block, sync_named
 from numba_kernels.cuda.intrinsics.warp import maximum_f32, or_b32, shuffle_xor_f32
 from numba_kernels.cuda.quantised_pages import fragment_unpacker
-
-SMALL = ("sm_86", "sm_89", "sm_120", "sm_120a")
-"""Architectures whose blocks have 99 KB of shared memory at most; others have 163 KB and more."""
 
 
 @dataclass(frozen=True)

@@ -12,3 +12,6 @@ SHARED_BYTES = {
 def without_room(num_bytes: int) -> tuple[str, ...]:
     """The architectures where a block cannot have so much."""
     return tuple(arch for arch, most in SHARED_BYTES.items() if num_bytes > most)
+
+
+SMALL = without_room(100 << 10)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from numba_kernels.cuda.attention import parts
 from numba_kernels.cuda.intrinsics.element_types import DTYPES
+from numba_kernels.cuda.intrinsics.shared_memory import SHARED_BYTES
 from numba_kernels.cuda.latent import head_maps, hopper, hopper_steps, plain, prepare, rows, tensor_core
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -191,13 +192,11 @@ def specialisations() -> Iterator[Specialisation]:
                 yield plan_values(count, 1, width - 64, value_dim, dtype, is_aligned=True).specialisation
     for width, value_dim in ((576, 512), (320, 256)):
         for dtype in DTYPES:
-            found = {
-                tensor_core.choose_tiles(dtype, width, value_dim, most) for most in tensor_core.SHARED_BYTES.values()
-            }
+            found = {tensor_core.choose_tiles(dtype, width, value_dim, most) for most in SHARED_BYTES.values()}
             for tiles in sorted(filter(None, found), key=lambda each: each.num_keys):
                 yield tensor_core.latent_tensor_core(tiles, 16)
             if dtype == "bf16":
-                most = tensor_core.SHARED_BYTES.values()
+                most = SHARED_BYTES.values()
                 in_bytes = {tensor_core.choose_tiles(dtype, width, value_dim, each, "e4m3") for each in most}
                 for tiles in sorted(filter(None, in_bytes), key=lambda each: each.num_keys):
                     yield tensor_core.latent_tensor_core(tiles, 16)

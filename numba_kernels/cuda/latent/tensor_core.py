@@ -55,6 +55,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     shared_address,
     store_2xf32,
 )
+from numba_kernels.cuda.intrinsics.shared_memory import without_room
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32
 from numba_kernels.cuda.latent.byte_tiles import tile_widener
@@ -66,10 +67,6 @@ WARPS = 4
 THREADS = 32 * WARPS
 TILE_KEYS = (64, 48, 32, 16)
 MOST_VALUES = 768  # numbers of a value: a warp's sums take 96 registers
-SHARED_BYTES = {
-    "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90a": 232_448, "sm_100a": 232_448, "sm_120a": 101_376,
-}  # fmt: skip
-"""The most of a block by opt-in, by architecture: CUDA's programming guide, "Compute Capabilities"."""
 _REGISTER_BLOCKS = 3  # of a multiprocessor's registers: at most 168 a thread
 _COPIED_ROWS = THREADS // 8  # by one copy of all threads: eight lanes take 128 bytes of a row
 
@@ -359,7 +356,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
     }  # fmt: skip
     pointer = types.CPointer(types.int32)
     argument_types = (*(types.uint64,) * 5, pointer, pointer, pointer, *(types.uint32,) * 4, types.float32)
-    lacking = tuple(arch for arch, most in SHARED_BYTES.items() if tiles.shared_bytes > most)
     return Specialisation(
-        name, kernel, argument_types, THREADS, _REGISTER_BLOCKS, constants=constants, spills_on=lacking
+        name, kernel, argument_types, THREADS, _REGISTER_BLOCKS, constants=constants,
+        spills_on=without_room(tiles.shared_bytes),
     )  # fmt: skip

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import latent
-from numba_kernels.cuda.latent.tensor_core import SHARED_BYTES, choose_tiles
+from numba_kernels.cuda.intrinsics.shared_memory import SHARED_BYTES
+from numba_kernels.cuda.latent.tensor_core import choose_tiles
 from numba_kernels.latent_rows import GROUP, LatentBytes
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
