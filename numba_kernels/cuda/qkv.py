@@ -72,10 +72,8 @@ def _qkv_prepare(form: HeadForm, block_size: int, pages: str = "") -> Specialisa
             unit = uint32(lane + uint32(part * lanes))
             if unit < uint32(num_units):
                 load(source, unit, lows[part], highs[part])
-        prepare(
-            lows, highs, lane, token, head, num_q_heads, is_head, is_value, positions, cos, sin, q_scales, norm_scales,
-            q_norm, k_norm, eps,
-        )  # fmt: skip
+        of_heads = positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, eps
+        prepare((lows, highs), lane, token, head, num_q_heads, is_head, is_value, of_heads)
         is_query = head < num_q_heads
         if is_head and is_query:
             target = q + (uint64(token) * uint64(num_q_heads) + uint64(head)) * head_bytes
@@ -88,9 +86,8 @@ def _qkv_prepare(form: HeadForm, block_size: int, pages: str = "") -> Specialisa
         if is_value:
             kv_head = uint32(kv_head - num_kv_heads)
         is_stored = is_head and not is_query and slot >= 0
-        store_page(
-            lows, highs, lane, is_stored, slot, is_value, kv_head, num_kv_heads, k_cache, v_cache, k_scales, v_scales
-        )
+        caches = k_cache, v_cache, k_scales, v_scales
+        store_page((lows, highs), lane, is_stored, slot, is_value, kv_head, num_kv_heads, caches)
 
     name = f"qkv_prepare_{dtype}_d{form.head_dim}_b{block_size}{form.suffix}{f'_{pages}' if pages else ''}_x{width}"
     constants = form.constants | {"block_size": block_size, "pages": pages}

@@ -113,8 +113,10 @@ def test_static_offences_are_named(changes: dict[str, object], words: str) -> No
     [
         ("gemv_bf16", "sm_90a", MachineFacts(8, 8), "late: 8 of 8 early loads come after the wait"),
         ("rms_norm", "sm_90a", MachineFacts(2, 1), "late: 1 of 2"),
-        ("gemv_bf16", "sm_90a", MachineFacts(), "late: no weight is loaded before the wait"),
+        ("gemv_bf16", "sm_90a", MachineFacts(), "late: no weight and no key is loaded before the wait"),
         ("gemm_skinny_bf16", "sm_120a", MachineFacts(), "late: no weight"), ("gemv_f32", "sm_80", MachineFacts(), ""),
+        ("attention_decode_bf16_d128_b16_r8_heads_r128", "sm_90a", MachineFacts(), "late: no weight"),
+        ("attention_decode_bf16_d128_b16_r8_s8_heads_r128", "sm_90a", MachineFacts(), ""),
         ("gemm_hopper_bf16", "sm_90a", MachineFacts(num_device_fences=1), "fences: 1 of the whole device"),
         ("sample_bf16", "sm_90a", MachineFacts(num_device_fences=1), ""),
         ("sampling_block", "sm_80", MachineFacts(num_swaps=2), "swaps: 2 atomics"),

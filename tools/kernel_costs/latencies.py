@@ -8,9 +8,9 @@ is predicted by the rates of all other families. (`CHAINED`, `CHAINED_S` and `_S
 view.)
 
 A step of one sequence takes the stream of its bytes and a boundary a kernel. The boundary is measured where neighbours
-do not fit on a multiprocessor. Where they fit (`residency`), the successor's ring streams meanwhile: the boundary
-shrinks by the time of these bytes. Attention that prepares its heads saves a boundary less the read of the key that it
-has just written. None of it was ever measured.
+do not fit on a multiprocessor. Where they fit (`residency`), the successor streams meanwhile what it asks for before
+`griddepcontrol.wait`, weights or keys: the boundary shrinks by the time of these bytes. Attention that prepares its
+heads saves a boundary. None of it was ever measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from numba_kernels.cuda.gemm.product import Product, machine_of
+from numba_kernels.cuda.attention.decode_block import NUM_KEYS, decode_block
+from numba_kernels.cuda.attention.decode_tensor_core import HALF_BLOCKS
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
+from numba_kernels.cuda.gemm import gemv, quantised_gemv
+from numba_kernels.cuda.gemm.packed_stream import ROWS
+from numba_kernels.cuda.gemm.product import Epilogue, Product, machine_of
 from numba_kernels.cuda.gemm.rings import hopper_few
 from numba_kernels.cuda.gemm.rings.few_weights import Block
 from numba_kernels.cuda.gemm.skinny_shape import unpacking
@@ -48,6 +53,7 @@ GEMV_INSTRUCTIONS, SKINNY_INSTRUCTIONS, EXPERTS_INSTRUCTIONS = 375, 300, 1032
 ROW_INSTRUCTIONS = {"u4": 254, "u8": 95, "e4m3": 334, "e2m1": 498}
 """The same of packed weights and one row, when they were measured."""
 E2M1_INSTRUCTIONS = 914  # and of e2m1 and 16 rows, in `skinny`
+FEW_INSTRUCTIONS = {16: 118, 32: 122}  # of 16-bit weights in `hopper_few`, in Qwen3-8B's four products
 SKINNY_COLUMNS = 32  # for which x is read again
 _SHARPNESS = 2  # of the largest limit: 1 would add the limits up
 
@@ -203,7 +209,35 @@ CHAIN = 144, 13.89e9, 3715e-6
 """Products of one row, their bytes and seconds, where neighbours do not fit: "graph of a step" in
 docs/measurements/2026-11-26-gpu-check-h200.json."""
 BOUNDARY_S = (CHAIN[2] - CHAIN[1] / READ_BYTES) / CHAIN[0]
-RING_BYTES = 132 * (96 << 10), 132 * (66 << 10)  # of all rings, of 16-bit weights and of packed ones
+MACHINE = machine_of("sm_90a", 132)
+Asked = tuple[int, float]
+"""Equal launches: how many, and the bytes that each asks for before it waits for the previous grid."""
+
+
+def _hidden_s(asked: Sequence[Asked]) -> float:
+    """The time of boundaries that streams of these bytes take."""
+    return sum(count * min(BOUNDARY_S, num_bytes / READ_BYTES) for count, num_bytes in asked)
+
+
+def _asked_weights(rows: int, n: int, k: int, weight: str, activation: str) -> float:
+    """The bytes of a weight that the rings of one or two rows hold, by the launch's plan."""
+    product = Product(rows, n, k, "bf16", weight, epilogue=Epilogue(activation=activation))
+    tier, columns = (gemv, gemv.COLUMNS[1]) if weight == "bf16" else (quantised_gemv, ROWS)
+    launch = tier.plan(product, MACHINE)
+    x_bytes = 2 * rows * k if weight == "bf16" else quantised_gemv.rows_bytes(product)
+    tiles, blocks = math.ceil(product.weight_rows / (columns * launch.block[2])), launch.grid[0]
+    tile_bytes, ring_bytes = product.weight_bytes / tiles, launch.shared_bytes - x_bytes
+    return float(sum(min(ring_bytes, len(range(block, tiles, blocks)) * tile_bytes) for block in range(blocks)))
+
+
+def _asked_keys(seqs: int, context: int, kv_heads: int, head_dim: int) -> float:
+    """The bytes of keys and values that decode attention's warps ask for: two tiles of keys, and one of values."""
+    block = decode_block("bf16", head_dim, 8)
+    turns = math.ceil(context / block.turn_keys)
+    run = math.ceil(seqs * turns / (MACHINE.num_multiprocessors * HALF_BLOCKS // kv_heads))
+    run = max(run, MIN_PART_KEYS // block.turn_keys)
+    num_blocks = seqs * math.ceil(turns / run) * kv_heads
+    return num_blocks * (3 if run > 1 else 2) * block.warps * NUM_KEYS * head_dim * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,19 +247,18 @@ class Step:
     Attributes:
         least_s: the stream of its bytes.
         num_kernels: of its graph.
-        products: (how many, bytes of the weight, bytes of all rings).
+        asked: what its kernels ask for early.
         seconds: measured before weights came through rings.
-        num_prepared: layers whose attention prepares its heads, which took a kernel then.
-        num_gone: kernels that it has no more since: norms, which products of packed weights apply now.
+        num_gone: kernels that it has no more since: those that prepared heads, which attention does now, and norms,
+            which products of packed weights apply.
     """
 
     case: str
     least_s: float
     num_kernels: int
-    products: tuple[tuple[int, float, int], ...]
+    asked: tuple[Asked, ...]
     seconds: float
-    num_prepared: int
-    num_gone: int = 0
+    num_gone: int
 
     def before_s(self) -> float:
         """The time if no neighbours fit."""
@@ -233,28 +266,28 @@ class Step:
 
     def now_s(self) -> float:
         """The time if they fit, never measured."""
-        hidden = sum(count * min(weight, ring) for count, weight, ring in self.products) / READ_BYTES
-        hidden = min(hidden, sum(count for count, *_ in self.products) * BOUNDARY_S)
-        in_attention = self.num_prepared * (BOUNDARY_S - CHAINED_S)
-        return self.before_s() - hidden - in_attention - self.num_gone * BOUNDARY_S
+        return self.before_s() - _hidden_s(self.asked) - self.num_gone * BOUNDARY_S
 
 
-def _dense(layers: int, hidden: int, inner: int, heads: int, a_number: float) -> tuple[tuple[int, float, int], ...]:
-    """Products of a Qwen3: q, k and v; o; gate and up; down."""
-    ring = RING_BYTES[a_number < 2]
-    sizes = (heads + 16 * 128) * hidden, heads * hidden, 2 * inner * hidden, inner * hidden
-    return tuple((layers, size * a_number, ring) for size in sizes)
+def _qwen3(layers: int, hidden: int, inner: int, heads: int, weight: str, seqs: int = 1) -> tuple[Asked, ...]:
+    """Products of a Qwen3 (q, k and v; o; gate and up; down), and attention with 1,024 tokens a sequence."""
+    sizes = (heads + 16 * 128, hidden, ""), (hidden, heads, ""), (inner, hidden, "silu"), (hidden, inner, "")
+    products = tuple((layers, _asked_weights(seqs, n, k, weight, activation)) for n, k, activation in sizes)
+    return *products, (layers, _asked_keys(seqs, 1024, 8, 128))
 
 
 STEPS = (
-    Step("Qwen3-8B bf16", 3.57e-3, 219, _dense(36, 4096, 12_288, 4096, 2), 4.45e-3, 36),
-    Step("Qwen3-8B int4", 1.16e-3, 293, _dense(36, 4096, 12_288, 4096, 0.516), 2.12e-3, 36, 72),
-    Step("Qwen3-8B FP8 blocks", 1.95e-3, 293, _dense(36, 4096, 12_288, 4096, 1.03), 3.03e-3, 36, 72),
+    Step("Qwen3-8B bf16", 3.57e-3, 219, _qwen3(36, 4096, 12_288, 4096, "bf16"), 4.45e-3, 36),
+    Step("Qwen3-8B int4", 1.16e-3, 293, _qwen3(36, 4096, 12_288, 4096, "u4_g128"), 2.12e-3, 108),
+    Step("Qwen3-8B FP8 blocks", 1.95e-3, 293, _qwen3(36, 4096, 12_288, 4096, "e4m3_g128"), 3.03e-3, 108),
     Step(
         "gpt-oss-20b", 0.87e-3, 171,
-        ((24, 29.5e6, RING_BYTES[0]), (24, 23.6e6, RING_BYTES[0]), (24, 17.6e6, RING_BYTES[1])), 1.75e-3, 24,
+        (
+            (24, _asked_weights(1, 5120, 2880, "bf16", "")), (24, _asked_weights(1, 2880, 4096, "bf16", "")),
+            (24, 132 * (68 << 10)), (12, _asked_keys(1, 1024, 8, 64)),
+        ), 1.75e-3, 24,
     ),
-    Step("Qwen3-0.6B bf16", 0.31e-3, 171, _dense(28, 1024, 3072, 2048, 2), 0.81e-3, 28),
+    Step("Qwen3-0.6B bf16", 0.31e-3, 171, _qwen3(28, 1024, 3072, 2048, "bf16"), 0.81e-3, 28),
 )  # fmt: skip
 
 
@@ -268,7 +301,6 @@ model, never measured."""
 LAYERS, HEAD_BYTES, TOKEN_BYTES = 36, 1.24e9, 147_456  # Qwen3-8B: its output matrix, a token's keys and values
 SIZES = (6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288)  # q, k and v; o; gate and up; down
 PROMPT = 2048
-MACHINE = machine_of("sm_90a", 132)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +311,7 @@ class BatchStep:
         before: the kernels that were measured.
         now: those of today.
         num_before, num_now: kernels of the graph.
-        num_hidden: of today's kernels, those that fill their rings beside their predecessor.
-        ring_bytes: of those.
+        asked: what today's kernels ask for early.
         seconds: measured.
         more_s: seconds before and now that are no stream: a prompt's arithmetic.
     """
@@ -290,9 +321,8 @@ class BatchStep:
     now: tuple[Work, ...]
     num_before: int
     num_now: int
-    num_hidden: int
+    asked: tuple[Asked, ...]
     seconds: float
-    ring_bytes: int = RING_BYTES[0]
     more_s: tuple[float, float] = (0.0, 0.0)
 
     def before_s(self, rates: Rates) -> float:
@@ -301,8 +331,8 @@ class BatchStep:
 
     def now_s(self, rates: Rates) -> float:
         """The time of today's kernels, never measured."""
-        hidden = self.num_hidden * min(BOUNDARY_S, self.ring_bytes / READ_BYTES)
-        return _total(self.now, rates) + self.num_now * BOUNDARY_S - hidden + self.more_s[1]
+        boundaries = self.num_now * BOUNDARY_S - _hidden_s(self.asked)
+        return _total(self.now, rates) + boundaries + self.more_s[1]
 
 
 def _total(works: Sequence[Work], rates: Rates) -> float:
@@ -327,25 +357,22 @@ def _rest(seqs: int, context: int) -> tuple[Work, ...]:
     return (LAYERS, key_bytes, 0, key_bytes), (1, HEAD_BYTES, 0, HEAD_BYTES)
 
 
-def _few(rows: int) -> tuple[Work, ...]:
-    """Products of 16-bit weights in `hopper_few`, whose clusters share x: 1.08 of the weight."""
-    return _products(2, 256 if rows <= 16 else 356, 400 * rows // 32, rows)
-
-
-def _few_packed(packed: str, rows: int) -> tuple[Work, ...]:
-    """Products of a packed weight in `hopper_few`, as it plans them on an H200."""
-    products = [Product(rows, n, k, "bf16", packed) for n, k in SIZES]
-    instructions = hopper_few.instructions(packed, 16 if rows <= 16 else 32)
+def _few(weight: str, rows: int) -> tuple[Work, ...]:
+    """Products in `hopper_few`, as it plans them on an H200."""
+    products = [Product(rows, n, k, "bf16", weight) for n, k in SIZES]
+    width = 16 if rows <= 16 else 32
+    instructions = FEW_INSTRUCTIONS[width] if weight == "bf16" else hopper_few.instructions(weight, width)
     return tuple(
         (LAYERS, each.weight_bytes, each.weight_bytes / 4096 * instructions, hopper_few.cache_reads(each, MACHINE))
         for each in products
     )
 
 
-def _few_ring(packed: str, rows: int) -> int:
-    """Bytes of the weight that all its rings hold."""
-    block = Block(16 if rows <= 16 else 32, packed)
-    return MACHINE.num_multiprocessors * block.num_stages * (block.weight_bytes + block.scale_bytes)
+def _few_asked(weight: str, seqs: int, context: int) -> tuple[Asked, ...]:
+    """The bytes of their rings, and of attention's first tiles."""
+    block = Block(16 if seqs <= 16 else 32, "" if weight == "bf16" else weight)
+    ring_bytes = MACHINE.num_multiprocessors * block.num_stages * (block.weight_bytes + block.scale_bytes)
+    return (4 * LAYERS, ring_bytes), (LAYERS, _asked_keys(seqs, context, 8, 128))
 
 
 def _gpt_oss(instructions: float, cache_share: float) -> tuple[Work, ...]:
@@ -362,18 +389,20 @@ _ATTENTION_S = 2.0 * PROMPT**2 * 4096 * LAYERS / ATTENTION_FLOPS
 _BF16_S = 2.0 * PROMPT * _WEIGHTS / TENSOR_FLOPS + _ATTENTION_S
 BATCHES = (
     BatchStep("Qwen3-8B bf16, 8 of 1,024", (*_products(2, 300, 32, 16), *_rest(8, 1024)),
-              (*_few(8), *_rest(8, 1024)), 219, 183, 144, 4.84e-3),
+              (*_few("bf16", 8), *_rest(8, 1024)), 219, 183, _few_asked("bf16", 8, 1024), 4.84e-3),
     BatchStep("bf16, 32 of 1,024", (*_products(2, 300, 32, 32), *_rest(32, 1024)),
-              (*_few(32), *_rest(32, 1024)), 219, 183, 144, 6.38e-3),
+              (*_few("bf16", 32), *_rest(32, 1024)), 219, 183, _few_asked("bf16", 32, 1024), 6.38e-3),
     BatchStep("int4, 2 of 1,024", (*_products(0.516, 624, 32, 16), *_rest(2, 1024)),
-              (*_products(0.516, 270, 10**9, 2), *_rest(2, 1024)), 293, 185, 144, 3.24e-3, RING_BYTES[1]),
+              (*_products(0.516, 270, 10**9, 2), *_rest(2, 1024)), 293, 185,
+              _qwen3(36, 4096, 12_288, 4096, "u4_g128", 2), 3.24e-3),
     BatchStep("int4, 32 of 256", (*_products(0.516, 749, 32, 32), *_rest(32, 256)),
-              (*_few_packed("u4_g128", 32), *_rest(32, 256)), 293, 257, 144, 4.60e-3, _few_ring("u4_g128", 32)),
+              (*_few("u4_g128", 32), *_rest(32, 256)), 293, 257, _few_asked("u4_g128", 32, 256), 4.60e-3),
     BatchStep("FP8 blocks, 32 of 256", (*_products(1.03, 569, 32, 32), *_rest(32, 256)),
-              (*_few_packed("e4m3_g128", 32), *_rest(32, 256)), 293, 257, 144, 5.29e-3, _few_ring("e4m3_g128", 32)),
-    BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(747, 1.08), 222, 198, 72, 5.28e-3, 132 * 83_285),
-    BatchStep("bf16, prompt of 2,048", (), (), 219, 219, 0, 46.57e-3, more_s=(_BF16_S, _BF16_S)),
-    BatchStep("FP8 blocks, prompt of 2,048", (), (), 363, 363, 0, 51.29e-3, more_s=(
+              (*_few("e4m3_g128", 32), *_rest(32, 256)), 293, 257, _few_asked("e4m3_g128", 32, 256), 5.29e-3),
+    BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(747, 1.08), 222, 198,
+              ((72, 132 * 83_285), (12, _asked_keys(32, 256, 8, 64))), 5.28e-3),
+    BatchStep("bf16, prompt of 2,048", (), (), 219, 219, (), 46.57e-3, more_s=(_BF16_S, _BF16_S)),
+    BatchStep("FP8 blocks, prompt of 2,048", (), (), 363, 363, (), 51.29e-3, more_s=(
         _BF16_S + 3 * _WEIGHTS / READ_BYTES, 2.0 * PROMPT * _WEIGHTS / BYTE_FLOPS + _ATTENTION_S)),
 )  # fmt: skip
 """Those of the goals. gpt-oss hides q, k, v, o and 51 KB of down."""

@@ -19,6 +19,7 @@ from runtime.emulator.driver.architectures import (
     registers_of_block,
     shared_of_block,
 )  # fmt: skip
+from runtime.emulator.translation.program import load
 
 HALF = 2  # each kernel of a decode step may take one part of so many
 
@@ -63,13 +64,15 @@ class Residency:
 
 
 def residency(launch: Launch, model: GpuModel, cache: KernelCache) -> Residency:
-    """A launch's residency by its machine code, of the product's architecture."""
+    """A launch's residency by its machine code, of the product's architecture. Static shared memory is what the PTX
+    declares: for sm_90a the linker's log has the system's kilobyte in it, which `shared_of_block` adds."""
     text = cache.get(launch.specialisation, model.arch, is_ptx=True).image.rstrip(b"\0").decode()
     code = assemble(text, model.arch)
     threads = launch.block[0] * launch.block[1] * launch.block[2]
     registers = registers_of_block(threads, code.num_registers)
-    shared = shared_of_block(code.static_shared_bytes + launch.shared_bytes)
-    at_once = blocks_per_sm(model, threads, code.num_registers, code.static_shared_bytes + launch.shared_bytes)
+    shared_bytes = load(text).static_shared_bytes(launch.specialisation.name) + launch.shared_bytes
+    shared = shared_of_block(shared_bytes)
+    at_once = blocks_per_sm(model, threads, code.num_registers, shared_bytes)
     grid = launch.grid[0] * launch.grid[1] * launch.grid[2]
     blocks = min(at_once, -(-grid // model.num_sms))
     return Residency(

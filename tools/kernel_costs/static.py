@@ -68,14 +68,16 @@ _LOCAL = re.compile(r"\.local\b")
 _DYNAMIC = re.compile(r"\.extern\s+\.shared")
 _LOAD = re.compile(r"\bld\.global\b")
 _WAIT = "griddepcontrol.wait"
-_BULK, _COPIES = "cp.async.bulk.", ("UBLKCP", "UTMALDG")
+_BULK, _COPIES = "cp.async.bulk.", ("UBLKCP", "UTMALDG", "LDGSTS")
 _MEETS_OR_SWAPS = re.compile(r"\b(barrier\.cluster|atom|red)\b")
 _LABEL = re.compile(r"(?P<name>[$%\w]+):")
 _BRANCH = re.compile(r"^\s*(?P<guard>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>[$%\w]+);")
 _LEAVES = re.compile(r"^\s*(bra|ret|exit|trap)\b")
-_READS_WEIGHTS_EARLY = ("gemv_", "gemm_skinny_", "gemm_quantised_gemv_", "gemm_hopper_few_")
-"""Kernels of these names have their first loads of the weight on their way before the kernel in front has ended, by
-loads or by bulk copies."""
+_READS_EARLY = re.compile(
+    "gemv_|gemm_skinny_|gemm_quantised_gemv_|gemm_hopper_few_|attention_decode_(?!.*_(s8|e4m3)_).*_heads"
+)
+"""Kernels of these names have their first loads of the weight, or of keys, on their way before the kernel in front has
+ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class MachineFacts:
         num_late_loads: how many of them ptxas has moved after it.
         num_device_fences: device-wide fences, in a kernel with clusters.
         num_swaps: compare-and-swap atomics, which a loop retries.
-        num_early_copies: bulk copies to shared memory before griddepcontrol.wait; one in a loop counts once.
+        num_early_copies: copies to shared memory before griddepcontrol.wait; one in a loop counts once.
     """
 
     num_early_loads: int = 0
@@ -224,8 +226,8 @@ class StaticFacts:
         found = []
         if machine.num_late_loads:
             found.append(f"late: {machine.num_late_loads} of {machine.num_early_loads} early loads come after the wait")
-        elif self.kernel.startswith(_READS_WEIGHTS_EARLY) and can_depend(self.arch) and not machine.reads_early:
-            found.append("late: no weight is loaded before the wait")
+        elif _READS_EARLY.match(self.kernel) and can_depend(self.arch) and not machine.reads_early:
+            found.append("late: no weight and no key is loaded before the wait")
         if machine.num_device_fences and self.kernel.startswith("gemm") and not self.kernel.endswith("_adapted"):
             found.append(f"fences: {machine.num_device_fences} of the whole device, in a product of clusters")
         if machine.num_swaps:
@@ -316,7 +318,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
             return flash_float32.shared_bytes(head_dim, constants["v_dim"], is_split)
         num_rows, pages = constants["num_rows"], constants["pages"]
         if is_split:
-            return decode_block(dtype, head_dim, num_rows, pages).shared_bytes
+            return decode_block(dtype, head_dim, num_rows, pages, prepares="_heads" in name).shared_bytes
         return flash_tensor_core.shared_bytes(dtype, head_dim, constants["v_dim"], num_rows, pages)
     return 0
 

@@ -16,8 +16,9 @@ RUN_AT, SCRATCH_BYTES = 2 * CUT_BYTES, 2 * CUT_BYTES + 32
 
 @dataclass(frozen=True, slots=True)
 class DecodeBlock:
-    """A block's warps and memory: scratch, each warp's state, queries, factors of rows and warps, then a stage for each
-    warp: two tiles of keys, two of values. A warp's results lie in its stage.
+    """A block's warps and memory: scratch, each warp's state, queries (if it prepares them, rows for the newest key and
+    its value, too), factors of rows and warps, then a stage for each warp: two tiles of keys, two of values. A warp's
+    results lie in its stage.
 
     Attributes:
         columns: of a row that are computed, in `steps` of the tensor core; `groups` of 8 queries.
@@ -72,7 +73,9 @@ class DecodeBlock:
 
 
 @functools.cache
-def decode_block(dtype: str, head_dim: int, num_rows: int, pages: str = "") -> DecodeBlock:
+def decode_block(
+    dtype: str, head_dim: int, num_rows: int, pages: str = "", *, prepares: bool = False
+) -> DecodeBlock:  # fmt: skip
     """The block for tiles of `num_rows` queries, 8 or 16. Two of whole head dims take half of a multiprocessor."""
     warps = 2 if head_dim > 128 else 3 if head_dim > 64 and not pages else 4
     shape, key_pitch = tile_shape(dtype, head_dim), tile_shape(pages or dtype, head_dim).pitch
@@ -82,7 +85,7 @@ def decode_block(dtype: str, head_dim: int, num_rows: int, pages: str = "") -> D
     results_at = 3 * tile_bytes if is_ahead else 0
     stage_bytes = max(4 * tile_bytes, results_at + statistics_at + num_rows * 8)
     queries_at = SCRATCH_BYTES + warps * STATE_BYTES
-    factors_at = queries_at + num_rows * shape.pitch
+    factors_at = queries_at + (num_rows + 2 * prepares) * shape.pitch
     stages_at = factors_at + num_rows * warps * 4
     keeps_queries = columns * num_rows <= (1024 if pages and num_rows == 16 else 2048)
     return DecodeBlock(

@@ -17,7 +17,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.parts import count_in, record_place, records_adder
+from numba_kernels.cuda.attention.parts import count_in, record_place, records_adder, word_at
 from numba_kernels.cuda.attention.tiles import head_row, sink_head
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
@@ -26,7 +26,6 @@ from numba_kernels.cuda.intrinsics.element import elements_storer
 from numba_kernels.cuda.intrinsics.math import exp2
 from numba_kernels.cuda.intrinsics.memory import (
     shared_load_4xf32,
-    shared_load_b32,
     shared_load_f32,
     shared_store_2xf32,
     shared_store_b32,
@@ -200,19 +199,14 @@ def cut_tiles(block: DecodeBlock, has_sinks: bool) -> tuple[Any, Any, Any]:
 
     @device_function
     def add(scratch, addresses, sizes, kv_head, thread):
-        workspace, _, _, out, sinks = addresses
-        num_q_heads, num_kv_heads, share, _ = sizes
         place = uint32(0)
         while place < uint32(2):
             at = uint32(scratch + uint32(place * uint32(CUT_BYTES)))
-            num_parts = shared_load_b32(uint32(at + uint32(4 * _NUM_PARTS)))
-            is_last = uint32(shared_load_b32(uint32(at + uint32(4 * _ARRIVAL))) + uint32(1)) == num_parts
+            num_parts = word_at(at, _NUM_PARTS)
+            is_last = uint32(word_at(at, _ARRIVAL) + uint32(1)) == num_parts
             if is_last:
-                add_records(
-                    is_last, workspace, out, sinks, shared_load_b32(at), num_parts, kv_head, num_kv_heads, num_q_heads,
-                    share, shared_load_b32(uint32(at + uint32(8))), shared_load_b32(uint32(at + uint32(12))),
-                    shared_load_b32(uint32(at + uint32(16))), thread,
-                )  # fmt: skip
+                tile = word_at(at, 0), num_parts, word_at(at, 2), word_at(at, 3), word_at(at, 4)
+                add_records(is_last, tile, addresses, sizes, kv_head, thread)
             place = uint32(place + uint32(1))
 
     return forget, count, add

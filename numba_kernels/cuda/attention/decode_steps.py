@@ -108,8 +108,8 @@ def tile_scorer(block: DecodeBlock, variant: Variant) -> Any:
 
 @functools.cache
 def tile_softmax(block: DecodeBlock, has_window: bool) -> Any:
-    """``soften(scores, sums, maxima, totals, ends, key, below, window)``: scores become weights of hidden ones 0; the
-    rows' largest scores and totals go on, and sums are brought to the new origin."""
+    """``soften(scores, results, ends, key, below, window)``: scores become weights, of hidden ones 0; `results`, the
+    sums and the rows' largest scores and totals, go on. `ends` are the rows' own, the shortest, and the longest."""
     steps, groups, hidden = block.steps, block.groups, is_hidden(has_window)
 
     @device_function
@@ -122,10 +122,11 @@ def tile_softmax(block: DecodeBlock, has_window: bool) -> Any:
                     scores[n, 2 + j] = MINUS_INFINITY
 
     @device_function
-    def soften(scores, sums, maxima, totals, ends, key, below, window, shortest_end, longest_end):
+    def soften(scores, results, ends, key, below, window):
+        (sums, maxima, totals), (own_ends, shortest_end, longest_end) = results, ends
         factors = cuda.local.array((groups, 2), float32)
         if uint32(key + uint32(NUM_KEYS)) > shortest_end or (has_window and uint32(key + window) < longest_end):
-            hide(scores, ends, key, below, window)
+            hide(scores, own_ends, key, below, window)
         is_larger = uint32(0)
         for n in range(groups):
             for j in range(2):

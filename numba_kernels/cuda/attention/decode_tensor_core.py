@@ -15,8 +15,11 @@ tile's page is looked up once, for K and V, and a turn ahead.
 Sums are rescaled only where a warp has found a larger score: else the factor is 1, and the bits are the same.
 
 **One token a sequence.** With a `HeadForm` the block prepares its queries itself, from the projection's rows
-(`prepared_heads`), and the block whose run has the newest key stores that key and its value. Warps ask for their first
-tiles before that, except the one whose tiles hold it: it waits for the block's barrier after the stores.
+(`prepared_heads`), and the block whose run has the newest key stores that key and its value. Only the projection is the
+previous grid's: lengths, tables and older keys were there before, so warps ask for their first tiles before they wait
+for it. The warp whose tiles hold the newest key leaves it out, and copies it there from the prepared heads. (Scales of
+bytes would pass through the first-level cache: such pages are asked for later, and that warp's tiles again after the
+stores.)
 """
 
 from __future__ import annotations
@@ -75,14 +78,25 @@ from numba_kernels.cuda.quantised_pages import column_exchanger
 from numba_kernels.cuda.specialisation import Specialisation
 
 HALF_BLOCKS = 2  # of 16-bit pages and heads of up to 128, in half of a multiprocessor
-_WITH_HEADS = *ARGUMENT_TYPES, *OF_HEADS, types.float32
 
 _wait_for_tile = copy_async_wait(2)  # two tiles were requested after it
 _wait_for_copies = copy_async_wait(0)
 
 
+def _is_early(variant: Variant, heads: HeadForm | None) -> bool:
+    """Whether keys are asked for before the previous grid has ended."""
+    return heads is not None and not variant.pages
+
+
+def _argument_types(is_early: bool) -> tuple[types.Type, ...]:
+    """Types of a kernel's arguments that prepares heads: an early one takes its lists as addresses."""
+    numbers = types.CPointer(types.int32)
+    shared = (types.uint64 if is_early and each == numbers else each for each in ARGUMENT_TYPES)
+    return *shared, *OF_HEADS, types.float32
+
+
 @functools.cache
-def _walker(block: DecodeBlock, block_size: int, variant: Variant) -> tuple[Any, Any, Any, Any]:
+def _walker(block: DecodeBlock, block_size: int, variant: Variant, is_early: bool) -> tuple[Any, Any, Any, Any]:
     """Four functions of a warp: ``columns_of`` (where a lane's pieces of keys, values and scales lie in a page),
     ``locate`` (the pages of the first three tiles), ``ask`` (for the first keys, their values, and the keys after them)
     and ``walk`` (all turns of a segment). `keys` is (the warp's first key, the block's, the first that rows see, one
@@ -91,7 +105,7 @@ def _walker(block: DecodeBlock, block_size: int, variant: Variant) -> tuple[Any,
     pieces_of_tile = 1 if block.columns <= 128 else 2  # each of which a lane finds in one page
     groups, has_window = block.groups, variant.has_window
     column_of, scales_of, locate_tile, copy_tile = run_copier(
-        variant.pages or dtype, head_dim, block_size, NUM_KEYS, pieces_of_tile, 32, has_window
+        variant.pages or dtype, head_dim, block_size, NUM_KEYS, pieces_of_tile, 32, has_window, is_early
     )
     score, soften, add_values = tile_scorer(block, variant), tile_softmax(block, has_window), value_adder(block)
 
@@ -127,13 +141,12 @@ def _walker(block: DecodeBlock, block_size: int, variant: Variant) -> tuple[Any,
         )  # fmt: skip
 
     @device_function
-    def walk(results, queries, pages, own_stages, columns, places, keys, ends, block_tables, table, sizes, lane):
-        sums, maxima, totals = results
+    def walk(results, queries, tiles, places, keys, ends, tables, sizes):
+        (pages, own_stages, columns), (block_tables, table) = tiles, tables
         k_column, k_scale, v_column, v_scale = columns
         query_place, key_place, value_place, below, own_barrier = places
         key, turn, seen, stop = keys
-        own_ends, shortest_end, longest_end = ends
-        num_kv_heads, window, scale = sizes
+        num_kv_heads, window, scale, lane = sizes
         _, next_pages, later_pages = pages
         scores = cuda.local.array((groups, 4), float32)
         later_key = uint32(key + uint32(2 * turn_keys))
@@ -151,7 +164,7 @@ def _walker(block: DecodeBlock, block_size: int, variant: Variant) -> tuple[Any,
                 copy_tile(other, v_column, v_scale, next_pages, at_next, seen, stop, lane)
             copy_async_commit()
             score(scores, queries, query_place, k_tile, key_place, below, scale)
-            soften(scores, sums, maxima, totals, own_ends, key, below, window, shortest_end, longest_end)
+            soften(scores, results, ends, key, below, window)
             _wait_for_tile()
             sync_named(own_barrier, uint32(32))  # the values are there, and all lanes have read the keys
             if uint32(following + uint32(turn_keys)) < stop:
@@ -161,7 +174,7 @@ def _walker(block: DecodeBlock, block_size: int, variant: Variant) -> tuple[Any,
                 next_pages[i] = later_pages[i]
             later_key = uint32(later_key + uint32(turn_keys))
             locate_tile(later_pages, block_tables, table, later_key, seen, stop, num_kv_heads, lane)
-            add_values(sums, scores, v_tile, value_place, below)
+            add_values(results[0], scores, v_tile, value_place, below)
             odd = uint32(uint32(tile_bytes) - odd)
             key = uint32(key + uint32(turn_keys))
             turn = following
@@ -170,52 +183,75 @@ def _walker(block: DecodeBlock, block_size: int, variant: Variant) -> tuple[Any,
 
 
 @functools.cache
+def _newest_copier(block: DecodeBlock) -> Any:
+    """``copy(own_stages, row, distance, lane)``: the newest key and its value go from the shared address `row` into a
+    warp's first tiles, or the key into its second; `distance` is that from the warp's first key."""
+    num_words, pitch, tile_bytes, turn_keys = block.head_dim // 2, block.pitch, block.tile_bytes, block.turn_keys
+
+    @device_function
+    def copy(own_stages, row, distance, lane):
+        is_first = distance < uint32(NUM_KEYS)
+        key_at = uint32(own_stages + distance * uint32(pitch))
+        if not is_first:
+            key_at = uint32(own_stages + uint32(tile_bytes) + uint32(distance - uint32(turn_keys)) * uint32(pitch))
+        word = lane
+        while word < uint32(num_words):
+            at = uint32(word * uint32(4))
+            shared_store_b32(uint32(key_at + at), shared_load_b32(uint32(row + at)))
+            if is_first:
+                value = shared_load_b32(uint32(row + uint32(pitch) + at))
+                shared_store_b32(uint32(key_at + uint32(2 * tile_bytes) + at), value)
+            word = uint32(word + uint32(32))
+
+    return copy
+
+
+@functools.cache
 def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: HeadForm | None) -> Any:
-    """``attend(scratch, addresses, caches, lists, counts, window, num_seqs, wanted, scale, of_heads)``: a block's
-    run."""
+    """``attend(scratch, addresses, caches, lists, counts, sizes, of_heads)``: a block's run."""
     num_rows, pitch, threads, turn_keys = block.num_rows, block.pitch, block.threads, block.turn_keys
     steps, groups, is_ahead, has_scales = block.steps, block.groups, block.is_ahead, variant.pages != ""
     query_registers = steps if block.keeps_queries else 1
     pieces_of_tile = 1 if block.columns <= 128 else 2
     key_pitch, q_offset, stages_offset = block.key_pitch, block.queries_at, block.stages_at
     stage_bytes, results_at = block.stage_bytes, block.results_at
-    columns_of, locate, ask, walk = _walker(block, block_size, variant)
+    copy_newest = _newest_copier(block)
+    prepares, is_early = heads is not None, _is_early(variant, heads)
+    columns_of, locate, ask, walk = _walker(block, block_size, variant, is_early)
     keep_queries = query_keeper(block)[0]
     leave, merge = result_leaver(block), result_merger(block, variant.has_sinks)
     forget, count_in, add_cut = cut_tiles(block, variant.has_sinks)
     exchange = column_exchanger(num_rows, block.columns, pitch, threads)
     copy_queries = query_tile_copier(block.dtype, block.head_dim, num_rows, threads)
-    find = run_finder(num_rows, turn_keys, variant.has_window)
-    read_segment = segment_reader(num_rows, turn_keys, variant.has_window)
+    find = run_finder(num_rows, turn_keys, variant.has_window, is_early)
+    read_segment = segment_reader(num_rows, turn_keys, variant.has_window, is_early)
     bound = key_bounds(turn_keys, True, variant.has_window)
-    prepares = heads is not None
-    prepare = decode_preparer(heads, block_size, variant.pages, num_rows, pitch, threads)
+    prepare = None if heads is None else decode_preparer(heads, block_size, variant.pages, num_rows, pitch, threads)
 
     @device_function
     def begin(state, slot, share, table_width, window):
-        """A warp's keys of a segment, the sequence's row of the table, whether a first tile has the key that the block
-        stores, and whether it stores one."""
+        """A warp's keys of a segment, those that were there before if a first tile has the key that the block stores,
+        the sequence's row of the table, and whether the block stores one."""
         seq, query_len, seq_len, first_key, num_keys = segment_in(state, slot)
         _, _, _, _, first_row, rows = tile_in(state, slot)
         last_row = uint32(minimum_u32(uint32(first_row + uint32(num_rows)), rows) - uint32(1))
         end = visible_end(seq_len, query_len, divide_u32(last_row, share))
-        seen, turn, stop = bound(seq_len, query_len, share, window, first_row, end, first_key, uint32(0), num_keys)
+        seen, turn, stop = bound((seq_len, query_len, share), window, first_row, end, (first_key, uint32(0), num_keys))
         key = uint32(turn + uint32(uint32(cuda.threadIdx.x) >> uint32(5)) * uint32(NUM_KEYS))
-        is_late, is_newest = False, False
+        known, is_newest = stop, False
         if prepares:
             newest = uint32(seq_len - uint32(1))
             is_newest = uint32(newest - first_key) < num_keys  # a later part may have no keys
             distance = minimum_u32(uint32(newest - key), uint32(newest - key - uint32(turn_keys)))
-            is_late = is_newest and distance < uint32(NUM_KEYS)
-        return (key, turn, seen, stop), uint64(seq) * uint64(table_width), is_late, is_newest
+            if is_newest and distance < uint32(NUM_KEYS):
+                known = newest
+        return (key, turn, seen, stop), (key, turn, seen, known), uint64(seq) * uint64(table_width), is_newest
 
     @device_function
-    def attend(scratch, addresses, caches, lists, counts, window, num_seqs, wanted, scale, of_heads):
+    def attend(scratch, addresses, caches, lists, counts, sizes, of_heads):
         _, arrivals, q, _, _ = addresses
-        k_cache, v_cache, k_scales, v_scales = caches
-        query_start, seq_lens, block_tables = lists
+        (query_start, seq_lens, block_tables), (window, num_seqs, wanted, scale) = lists, sizes
         num_q_heads, num_kv_heads, share, table_width = counts
-        positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, eps = of_heads
         thread, lane = uint32(cuda.threadIdx.x), lane_index()
         warp = uint32(thread >> uint32(5))
         kv_head, run = uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.x)
@@ -268,10 +304,12 @@ def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: Head
             sync_named(own_barrier, uint32(32))  # all lanes have read the last tiles
             move(state, moved)
             if is_ahead and has_segment:
-                keys, table, is_late, _ = begin(state, slot, share, table_width, window)
+                keys, known, table, _ = begin(state, slot, share, table_width, window)
                 locate(pages, block_tables, table, keys, num_kv_heads, lane)
-                if not is_late:
-                    ask(own_stages, columns, pages, keys, lane)
+                ask(own_stages, columns, pages, known, lane)
+            if is_early:  # each time, as the number of segments is not known here
+                wait_for_previous_grid()
+                launch_dependents()
             if has_results:
                 leave(uint32(own_stages + uint32(results_at)), sums, maxima, totals)
                 sync_block()
@@ -279,17 +317,13 @@ def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: Head
                 if not is_ahead:
                     sync_block()
             if has_segment:
-                keys, table, is_late, is_newest = begin(state, slot, share, table_width, window)
+                keys, known, table, is_newest = begin(state, slot, share, table_width, window)
                 _, _, _, first_token, first_row, rows = tile_in(state, slot)
                 locate(pages, block_tables, table, keys, num_kv_heads, lane)
-                if not is_ahead and not is_late:
-                    ask(own_stages, columns, pages, keys, lane)
+                if not is_ahead:
+                    ask(own_stages, columns, pages, known, lane)
                 if prepares:
-                    prepare(
-                        q_tile, q, first_token, share, kv_head, num_q_heads, num_kv_heads, is_newest, positions, cos,
-                        sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, k_scales, v_scales,
-                        eps, thread,
-                    )  # fmt: skip
+                    prepare(q_tile, q, first_token, kv_head, counts, is_newest, of_heads, caches)
                 else:
                     copy_queries(q_tile, q, (first_row, rows, share, kv_head, num_q_heads, first_token), thread)
                     copy_async_commit()
@@ -297,8 +331,13 @@ def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: Head
                 sync_block()
                 if has_results and thread == uint32(0):
                     count_in(scratch, uint32(0), tile_in(state, uint32(SLOTS - slot)), arrivals, num_kv_heads, kv_head)
-                if is_late:  # what the block has stored is there now
-                    ask(own_stages, columns, pages, keys, lane)
+                if known[3] != keys[3]:
+                    _wait_for_copies()
+                    if has_scales:  # what the block has stored is there now
+                        ask(own_stages, columns, pages, keys, lane)
+                    else:
+                        row = uint32(q_tile + uint32(num_rows * pitch))
+                        copy_newest(own_stages, row, uint32(known[3] - keys[0]), lane)
                 if has_scales:
                     exchange(q_tile, thread)
                     sync_block()
@@ -318,8 +357,8 @@ def _attender(block: DecodeBlock, block_size: int, variant: Variant, heads: Head
                 shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
                 longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
                 walk(
-                    results, queries, pages, own_stages, columns, places, keys, (ends, shortest_end, longest_end),
-                    block_tables, table, (num_kv_heads, window, scale), lane,
+                    results, queries, (pages, own_stages, columns), places, keys, (ends, shortest_end, longest_end),
+                    (block_tables, table), (num_kv_heads, window, scale, lane),
                 )  # fmt: skip
                 slot, has_results = uint32(SLOTS - slot), True
         if has_results:
@@ -339,8 +378,8 @@ def decode_tensor_core(
     """Grid: (runs, KV heads). With `heads`, sequences have one token, at most `num_rows` query heads share a KV head,
     and q is qkv; `OF_HEADS` and eps follow the other arguments."""
     check_pages(head_dim, block_size, dtype)
-    block = decode_block(dtype, head_dim, num_rows, variant.pages)
-    attend = _attender(block, block_size, variant, heads)
+    block = decode_block(dtype, head_dim, num_rows, variant.pages, prepares=heads is not None)
+    attend, is_early = _attender(block, block_size, variant, heads), _is_early(variant, heads)
 
     @cuda.jit
     def kernel(
@@ -352,8 +391,8 @@ def decode_tensor_core(
         scratch, none = shared_address(cuda.shared.array(0, float32)), uint64(0)
         attend(
             scratch, (workspace, arrivals, q, out, sinks), (k_cache, v_cache, k_scales, v_scales),
-            (query_start, seq_lens, block_tables), (num_q_heads, num_kv_heads, share, table_width), window,
-            num_seqs, wanted, scale, (none, none, none, none, none, none, none, none, float32(0)),
+            (query_start, seq_lens, block_tables), (num_q_heads, num_kv_heads, share, table_width),
+            (window, num_seqs, wanted, scale), none,
         )  # fmt: skip
 
     @cuda.jit
@@ -362,13 +401,15 @@ def decode_tensor_core(
         bidirectional_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale, positions,
         cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, eps,
     ):  # fmt: skip
-        wait_for_previous_grid()
-        launch_dependents()
+        if not is_early:
+            wait_for_previous_grid()
+            launch_dependents()
         scratch = shared_address(cuda.shared.array(0, float32))
         attend(
             scratch, (workspace, arrivals, qkv, out, sinks), (k_cache, v_cache, k_scales, v_scales),
-            (query_start, seq_lens, block_tables), (num_q_heads, num_kv_heads, share, table_width), window,
-            num_seqs, wanted, scale, (positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, eps),
+            (query_start, seq_lens, block_tables), (num_q_heads, num_kv_heads, share, table_width),
+            (window, num_seqs, wanted, scale),
+            (positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, slot_mapping, eps),
         )  # fmt: skip
 
     name = f"attention_decode_{dtype}_d{head_dim}_b{block_size}_r{num_rows}{variant.suffix}"
@@ -381,5 +422,5 @@ def decode_tensor_core(
     if heads is None:
         lacking = WIDE_SPILL_ON if block.columns * num_rows > 2048 else ()
         return Specialisation(name, kernel, ARGUMENT_TYPES, block.threads, min_blocks, constants, spills_on=lacking)
-    name, constants, argument_types = f"{name}_heads{heads.suffix}", heads.constants | constants, _WITH_HEADS
-    return Specialisation(name, preparing_kernel, argument_types, block.threads, min_blocks, constants)
+    name, constants = f"{name}_heads{heads.suffix}", heads.constants | constants
+    return Specialisation(name, preparing_kernel, _argument_types(is_early), block.threads, min_blocks, constants)

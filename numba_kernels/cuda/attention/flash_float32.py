@@ -194,7 +194,7 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
         block = uint32(cuda.blockIdx.x)
         kv_head = uint32(cuda.blockIdx.y)
         has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys = find(
-            scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread
+            scratch, (query_start, seq_lens, num_seqs), share, window, wanted, thread
         )
         if not has_tile:
             return
@@ -202,7 +202,8 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
         longest_end = end_of(
             bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share), window, wanted
         )
-        seen, key, stop = bound(seq_len, query_len, share, window, first_row, longest_end, first_key, part, part_keys)
+        chunk = seq_len, query_len, share
+        seen, key, stop = bound(chunk, window, first_row, longest_end, (first_key, part, part_keys))
         table = uint64(seq) * uint64(table_width)
 
         q_tile = uint32(scratch + uint32(q_offset))
@@ -313,8 +314,8 @@ def flash_float32(qk_dim: int, v_dim: int, block_size: int, is_split: bool, vari
                             store_f32(target + uint64(column) * uint64(4), sums[r, c] * reciprocal)
         if is_split and num_parts > uint32(1):
             combine(
-                scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads,
-                share, first_token, first_row, rows, thread,
+                scratch, (block, part, num_parts, first_token, first_row, rows), (workspace, arrivals, q, out, sinks),
+                (num_q_heads, num_kv_heads, share, table_width), kv_head, thread,
             )  # fmt: skip
 
     tier = "decode" if is_split else "flash"

@@ -152,7 +152,7 @@ def flash_tensor_core(
         thread = uint32(cuda.threadIdx.x)
         kv_head = uint32(cuda.blockIdx.y)
         has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, _, first_key, part_keys = find(
-            q_tile, query_start, seq_lens, num_seqs, share, window, workspace_columns, thread
+            q_tile, (query_start, seq_lens, num_seqs), share, window, workspace_columns, thread
         )
         if not has_tile:
             return
@@ -165,7 +165,8 @@ def flash_tensor_core(
             bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share), window,
             workspace_columns,
         )  # fmt: skip
-        seen, key, _ = bound(seq_len, query_len, share, window, first_row, longest_end, first_key, part, part_keys)
+        chunk = seq_len, query_len, share
+        seen, key, _ = bound(chunk, window, first_row, longest_end, (first_key, part, part_keys))
         table = uint64(seq) * uint64(table_width)
 
         k_tile = uint32(q_tile + uint32(k_offset))

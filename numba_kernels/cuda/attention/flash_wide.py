@@ -108,14 +108,15 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
         block = uint32(cuda.blockIdx.x)
         kv_head = uint32(cuda.blockIdx.y)
         has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys = find(
-            scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread
+            scratch, (query_start, seq_lens, num_seqs), share, window, wanted, thread
         )
         if not has_tile:
             return
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
         shortest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(first_row, share))
         longest_end = end_of(bidirectional_until, first_token, seq_len, query_len, divide_u32(last_row, share))
-        seen, key, stop = bound(seq_len, query_len, share, window, first_row, longest_end, first_key, part, part_keys)
+        chunk = seq_len, query_len, share
+        seen, key, stop = bound(chunk, window, first_row, longest_end, (first_key, part, part_keys))
         table = uint64(seq) * uint64(table_width)
 
         q_tile = uint32(scratch + uint32(queries_at))
@@ -236,8 +237,8 @@ def flash_wide(tiles: WideTiles, block_size: int, is_split: bool, variant: Varia
                 pack_row(sums[0], h, reciprocal, place, uint32(quarter * uint32(2)))
         if is_split and num_parts > uint32(1):
             combine(
-                scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads,
-                share, first_token, first_row, rows, thread,
+                scratch, (block, part, num_parts, first_token, first_row, rows), (workspace, arrivals, q, out, sinks),
+                (num_q_heads, num_kv_heads, share, table_width), kv_head, thread,
             )  # fmt: skip
         else:
             sync_named(barrier, uint32(team))

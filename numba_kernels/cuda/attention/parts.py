@@ -31,7 +31,14 @@ from numba_kernels.cuda.attention.online_softmax import (
     share_of_keys,
     subtract,
 )
-from numba_kernels.cuda.attention.tiles import head_row, sink_head, tile_shape, visible_end, visible_first
+from numba_kernels.cuda.attention.tiles import (
+    head_row,
+    list_reader,
+    sink_head,
+    tile_shape,
+    visible_end,
+    visible_first,
+)
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import elements_storer, quad_storer
@@ -56,37 +63,53 @@ def record(head_dim: int) -> int:
     return tile_shape("f32", head_dim).columns + 8
 
 
+word_at = device_function(lambda at, index: shared_load_b32(uint32(at + uint32(4 * index))))
+
+
 def scratch_bytes(threads: int) -> int:
     """Shared memory that `part_finder` takes: 16-byte units."""
     return -(-(2 * (threads // 32) + _FOUND_WORDS) // 4) * 16
 
 
 @functools.cache
-def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -> Any:
-    """A device function that all threads of a block call, for tiles of `num_rows` rows.
-
-    ``find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread)`` gives the block's
-    (sequence, tile, part, number of parts, first key, keys of a part, first token, query length, sequence length), all
-    uint32; the sequence is num_seqs for a block that is left over. `scratch` is a shared address. Parts are multiples
-    of `turn_keys`.
+def extent_reader(num_rows: int, turn_keys: int, least_turns: int, has_window: bool, is_early: bool = False) -> Any:
+    """A device function ``extent(query_start, seq_lens, seq, share, window)``: the sequence's tiles of rows, the turns
+    of each, some at least, its first key, first token, query length and length. The lists are those of `list_reader`.
     """
-    warps = threads // 32
-    found = 8 * warps
-    turn_units = turn_keys // UNIT_KEYS
-    least_units = max(1, MIN_PART_KEYS // turn_keys) * turn_units
+    read = list_reader(is_early)
 
     @device_function
     def extent(query_start, seq_lens, seq, share, window):
-        first_token = uint32(query_start[seq])
-        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
-        seq_len = uint32(seq_lens[seq])
+        first_token = read(query_start, seq)
+        query_len = uint32(read(query_start, uint32(seq + uint32(1))) - first_token)
+        seq_len = read(seq_lens, seq)
         first = uint32(0)
         if has_window:
             end = visible_end(seq_len, query_len, uint32(0))
             first = uint32(visible_first(end, window) // uint32(UNIT_KEYS) * uint32(UNIT_KEYS))
         tiles = uint32(uint32(query_len * share + uint32(num_rows - 1)) // uint32(num_rows))
-        units = uint32(uint32(seq_len - first + uint32(UNIT_KEYS - 1)) // uint32(UNIT_KEYS))
-        return tiles, units, first, first_token, query_len, seq_len
+        turns = uint32(uint32(seq_len - first + uint32(turn_keys - 1)) // uint32(turn_keys))
+        if turns < uint32(least_turns):
+            turns = uint32(least_turns)
+        return tiles, turns, first, first_token, query_len, seq_len
+
+    return extent
+
+
+@functools.cache
+def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -> Any:
+    """A device function that all threads of a block call, for tiles of `num_rows` rows.
+
+    ``find(scratch, lists, share, window, wanted, block, thread)`` gives the block's (sequence, tile, part, number of
+    parts, first key, keys of a part, first token, query length, sequence length), all uint32; the sequence is num_seqs
+    for a block that is left over. `scratch` is a shared address, `lists` (query_start, seq_lens, num_seqs). Parts are
+    multiples of `turn_keys`.
+    """
+    warps = threads // 32
+    found = 8 * warps
+    turn_units = turn_keys // UNIT_KEYS
+    least_units = max(1, MIN_PART_KEYS // turn_keys) * turn_units
+    extent = extent_reader(num_rows, UNIT_KEYS, 0, has_window)
 
     @device_function
     def rounded_up(units):
@@ -112,15 +135,17 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
         return num_parts, part_units
 
     @device_function
-    def find_alone(query_start, seq_lens, num_seqs, share, window, wanted, block):
+    def find_alone(lists, share, window, wanted, block):
         """The part of a block of a lone sequence, without an exchange between threads."""
+        query_start, seq_lens, num_seqs = lists
         tiles, units, first, first_token, query_len, seq_len = extent(query_start, seq_lens, uint32(0), share, window)
         num_parts, part_units = cut(units, most_of(uint32(tiles * units), wanted))
         seq = uint32(0) if block < uint32(tiles * num_parts) else num_seqs
         return seq, block, num_parts, first, uint32(part_units * uint32(UNIT_KEYS)), first_token, query_len, seq_len
 
     @device_function
-    def find_among(scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread):
+    def find_among(scratch, lists, share, window, wanted, block, thread):
+        query_start, seq_lens, num_seqs = lists
         lane = uint32(thread & uint32(31))
         warp = uint32(thread >> uint32(5))
         total = uint32(0)
@@ -145,14 +170,8 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
         before = uint32(0)
         base = uint32(0)
         while base < num_seqs and before <= block:
-            seq = uint32(base + thread)
-            num_blocks = uint32(0)
-            num_parts = uint32(1)
-            part_units = uint32(turn_units)
-            first = uint32(0)
-            first_token = uint32(0)
-            query_len = uint32(0)
-            seq_len = uint32(0)
+            seq, num_blocks, num_parts, part_units = uint32(base + thread), uint32(0), uint32(1), uint32(turn_units)
+            first, first_token, query_len, seq_len = uint32(0), uint32(0), uint32(0), uint32(0)
             if seq < num_seqs:
                 tiles, units, first, first_token, query_len, seq_len = extent(query_start, seq_lens, seq, share, window)
                 num_parts, part_units = cut(units, most_units)
@@ -168,39 +187,29 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
                 if uint32(other) < warp:
                     behind = uint32(behind + blocks_of_warp)
             if block < behind and uint32(block + num_blocks) >= behind:
-                place = uint32(scratch + uint32(found))
-                shared_store_b32(place, seq)
-                shared_store_b32(uint32(place + uint32(4)), uint32(uint32(block + num_blocks) - behind))
-                shared_store_b32(uint32(place + uint32(8)), num_parts)
-                shared_store_b32(uint32(place + uint32(12)), first)
-                shared_store_b32(uint32(place + uint32(16)), uint32(part_units * uint32(UNIT_KEYS)))
-                shared_store_b32(uint32(place + uint32(20)), first_token)
-                shared_store_b32(uint32(place + uint32(24)), query_len)
-                shared_store_b32(uint32(place + uint32(28)), seq_len)
+                words = (
+                    seq, uint32(uint32(block + num_blocks) - behind), num_parts, first,
+                    uint32(part_units * uint32(UNIT_KEYS)), first_token, query_len, seq_len,
+                )  # fmt: skip
+                for word in range(_FOUND_WORDS):
+                    shared_store_b32(uint32(scratch + uint32(found + 4 * word)), words[word])
             sync_block()
             base = uint32(base + uint32(threads))
-        seq = shared_load_b32(uint32(scratch + uint32(found)))
-        index = shared_load_b32(uint32(scratch + uint32(found + 4)))
-        num_parts = shared_load_b32(uint32(scratch + uint32(found + 8)))
-        first = shared_load_b32(uint32(scratch + uint32(found + 12)))
-        part_keys = shared_load_b32(uint32(scratch + uint32(found + 16)))
-        first_token = shared_load_b32(uint32(scratch + uint32(found + 20)))
-        query_len = shared_load_b32(uint32(scratch + uint32(found + 24)))
-        seq_len = shared_load_b32(uint32(scratch + uint32(found + 28)))
-        return seq, index, num_parts, first, part_keys, first_token, query_len, seq_len
+        at = uint32(scratch + uint32(found))
+        return (
+            word_at(at, 0), word_at(at, 1), word_at(at, 2), word_at(at, 3), word_at(at, 4), word_at(at, 5),
+            word_at(at, 6), word_at(at, 7),
+        )  # fmt: skip
 
     @device_function
-    def find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread):
-        seq, index, num_parts, first = uint32(0), uint32(0), uint32(1), uint32(0)
-        part_keys, first_token, query_len, seq_len = uint32(1), uint32(0), uint32(0), uint32(0)
-        if num_seqs == uint32(1):
-            seq, index, num_parts, first, part_keys, first_token, query_len, seq_len = find_alone(
-                query_start, seq_lens, num_seqs, share, window, wanted, block
-            )
+    def find(scratch, lists, share, window, wanted, block, thread):
+        zero = uint32(0)
+        found = zero, zero, uint32(1), zero, uint32(1), zero, zero, zero
+        if lists[2] == uint32(1):
+            found = find_alone(lists, share, window, wanted, block)
         else:
-            seq, index, num_parts, first, part_keys, first_token, query_len, seq_len = find_among(
-                scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread
-            )
+            found = find_among(scratch, lists, share, window, wanted, block, thread)
+        seq, index, num_parts, first, part_keys, first_token, query_len, seq_len = found
         tile = divide_u32(index, num_parts)
         part = uint32(index - tile * num_parts)
         return seq, tile, part, num_parts, first, part_keys, first_token, query_len, seq_len
@@ -214,23 +223,23 @@ def row_finder(num_rows: int, turn_keys: int, threads: int, is_split: bool, has_
     else blocks lie over (tiles of the longest chunk, KV heads, sequences), and the longest rows come first, so that the
     last blocks to run are short.
 
-    ``find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread)`` gives (whether there is a tile,
-    sequence, first token, query length, sequence length, the sequence's rows, the tile's first, part, number of parts,
-    first key, keys of a part).
+    ``find(scratch, lists, share, window, wanted, thread)`` gives (whether there is a tile, sequence, first token, query
+    length, sequence length, the sequence's rows, the tile's first, part, number of parts, first key, keys of a part).
     """
     find_part = part_finder(num_rows, turn_keys, threads, has_window)
 
     @device_function
-    def find_split(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread):
+    def find_split(scratch, lists, share, window, wanted, thread):
         seq, tile, part, num_parts, first_key, part_keys, first_token, query_len, seq_len = find_part(
-            scratch, query_start, seq_lens, num_seqs, share, window, wanted, uint32(cuda.blockIdx.x), thread
+            scratch, lists, share, window, wanted, uint32(cuda.blockIdx.x), thread
         )
         rows, first_row = uint32(query_len * share), uint32(tile * uint32(num_rows))
-        has_tile = seq < num_seqs
+        has_tile = seq < lists[2]
         return has_tile, seq, first_token, query_len, seq_len, rows, first_row, part, num_parts, first_key, part_keys
 
     @device_function
-    def find_whole(scratch, query_start, seq_lens, num_seqs, share, window, wanted, thread):
+    def find_whole(scratch, lists, share, window, wanted, thread):
+        query_start, seq_lens, _ = lists
         block, seq = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.z)
         first_token = uint32(query_start[seq])
         query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
@@ -246,16 +255,17 @@ def row_finder(num_rows: int, turn_keys: int, threads: int, is_split: bool, has_
 
 @functools.cache
 def key_bounds(turn_keys: int, is_split: bool, has_window: bool) -> Any:
-    """A device function ``(seq_len, query_len, share, window, first_row, end, first_key, part, part_keys)``: (the first
-    key that a tile's rows see, the first of the block's first turn, one past its last). `end` is one past the last key
-    that the rows see.
+    """A device function ``(chunk, window, first_row, end, keys)``: (the first key that a tile's rows see, the first of
+    the block's first turn, one past its last). `chunk` is (sequence length, query length, share), `end` one past the
+    last key that the rows see, `keys` (first, part, keys of a part).
 
     Turns of a part begin at its first key or at multiples of `turn_keys` after it: one that reached beyond the part
     would take keys of the next for zeros.
     """
 
     @device_function
-    def bound(seq_len, query_len, share, window, first_row, end, first_key, part, part_keys):
+    def bound(chunk, window, first_row, end, keys):
+        (seq_len, query_len, share), (first_key, part, part_keys) = chunk, keys
         key, seen, stop = uint32(0), uint32(0), end
         if is_split:
             key = uint32(first_key + part * part_keys)
@@ -306,35 +316,33 @@ def parts_combiner(
     """A device function that all threads of a block call once they have written its records: if the block is the last
     of its tile, it writes the tile's rows out. With a named `barrier` only so many threads of the block call it.
 
-    The arguments are addresses (`scratch`: of 4 shared bytes), then numbers as the tiers' kernels have them. `arrivals`
-    counts a tile's blocks, in uint32 [blocks, KV heads] at that of its first part: zero before and after a launch.
+    ``combine(scratch, tile, addresses, counts, kv_head, thread)``: `scratch` is the shared address of 4 bytes, `tile`
+    (the records' place, part, number of parts, first token, first row, rows), `addresses` those of workspace, arrivals,
+    q, out and sinks, `counts` (num_q_heads, num_kv_heads, share, table width). `arrivals` counts a tile's blocks, in
+    uint32 [blocks, KV heads] at that of its first part: zero before and after a launch.
     """
     add = records_adder(dtype, head_dim, num_rows, threads, has_sinks)
     meet = device_function(lambda: sync_named(uint32(barrier), uint32(threads))) if barrier else sync_block
 
     @device_function
-    def combine(
-        scratch, workspace, arrivals, out, sinks, block, part, num_parts, kv_head, num_kv_heads, num_q_heads, share,
-        first_token, first_row, rows, thread,
-    ):  # fmt: skip
+    def combine(scratch, tile, addresses, counts, kv_head, thread):
+        block, part, num_parts, first_token, first_row, rows = tile
         first = uint32(block - part)
         meet()
         if thread == uint32(0):
-            shared_store_b32(scratch, count_in(arrivals, first, num_parts, kv_head, num_kv_heads))
+            shared_store_b32(scratch, count_in(addresses[1], first, num_parts, kv_head, counts[1]))
         meet()
         is_last = uint32(shared_load_b32(scratch) + uint32(1)) == num_parts
-        add(
-            is_last, workspace, out, sinks, first, num_parts, kv_head, num_kv_heads, num_q_heads, share, first_token,
-            first_row, rows, thread,
-        )  # fmt: skip
+        add(is_last, (first, num_parts, first_token, first_row, rows), addresses, counts, kv_head, thread)
 
     return combine
 
 
 @functools.cache
 def records_adder(dtype: str, head_dim: int, num_rows: int, threads: int, has_sinks: bool) -> Any:
-    """A device function of all threads of a block: if it `is_last` of a tile, the tile's records are added, and its
-    rows written out."""
+    """A device function ``(is_last, tile, addresses, counts, kv_head, thread)`` of all threads of a block: if it
+    `is_last` of a tile, the tile's records are added, and its rows written out. `tile` is (its first record's place,
+    number of parts, first token, first row, rows); the rest as in `parts_combiner`."""
     columns = tile_shape("f32", head_dim).columns
     warps, per_lane = threads // 32, -(-columns // 128)  # fours of columns
     ahead = 16 // per_lane  # records that a warp has under way
@@ -343,10 +351,9 @@ def records_adder(dtype: str, head_dim: int, num_rows: int, threads: int, has_si
     is_whole, has_fours = columns % 128 == 0, head_dim % 4 == 0
 
     @device_function
-    def add(
-        is_last, workspace, out, sinks, first, num_parts, kv_head, num_kv_heads, num_q_heads, share, first_token,
-        first_row, rows, thread,
-    ):  # fmt: skip
+    def add(is_last, tile, addresses, counts, kv_head, thread):
+        first, num_parts, first_token, first_row, rows = tile
+        (workspace, _, _, out, sinks), (num_q_heads, num_kv_heads, share, _) = addresses, counts
         lane = lane_index()
         sums = cuda.local.array((per_lane, 4), float32)
         values = cuda.local.array((ahead, per_lane, 4), float32)

@@ -213,7 +213,7 @@ def plan(
         if heads is not None and max_query_len == 1 and rows <= num_rows and fits_tiles(heads):
             prepared = heads
         kernel = decode_tensor_core.decode_tensor_core(dtype, head_dim, block_size, num_rows, variant, prepared)
-        block = decode_block(dtype, head_dim, num_rows, pages)
+        block = decode_block(dtype, head_dim, num_rows, pages, prepares=prepared is not None)
         shared_bytes, turn_keys = block.shared_bytes, block.turn_keys
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
     most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len

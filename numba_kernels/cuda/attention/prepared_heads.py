@@ -87,9 +87,9 @@ class HeadForm:
 def head_preparer(form: HeadForm) -> Any:
     """A device function that all lanes of a head's group call, and all lanes of their warp.
 
-    ``prepare(lows, highs, lane, token, head, num_q_heads, is_head, is_value, positions, cos, sin, q_scales,
-    norm_scales, q_norm, k_norm, eps)`` on the two local arrays [rounds, width] that hold the head's units; `head`
-    counts q heads, then k heads, then v heads. Groups without a head compute numbers without use.
+    ``prepare(units, lane, token, head, num_q_heads, is_head, is_value, of_heads)`` on the two local arrays
+    [rounds, width] that hold the head's units; `head` counts q heads, then k heads, then v heads; `of_heads` is
+    `ARGUMENT_TYPES`' values and eps. Groups without a head compute numbers without use.
     """
     cut, head_dim, rotary = form.cut, form.head_dim, form.rotary
     width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
@@ -158,10 +158,9 @@ def head_preparer(form: HeadForm) -> Any:
                 highs[part, i] = highs[part, i] * factor
 
     @device_function
-    def prepare(
-        lows, highs, lane, token, head, num_q_heads, is_head, is_value, positions, cos, sin, q_scales, norm_scales,
-        q_norm, k_norm, eps,
-    ):  # fmt: skip
+    def prepare(units, lane, token, head, num_q_heads, is_head, is_value, of_heads):
+        lows, highs = units
+        positions, cos, sin, q_scales, norm_scales, q_norm, k_norm, _, eps = of_heads
         is_rotated = is_head and rotary > 0 and not is_value
         row = uint64(0)
         if is_rotated:
@@ -212,8 +211,8 @@ def head_preparer(form: HeadForm) -> Any:
 def page_storer(form: HeadForm, block_size: int, pages: str) -> Any:
     """A device function that all lanes of a prepared head's group call, and all lanes of their warp.
 
-    ``store(lows, highs, lane, is_stored, slot, is_value, kv_head, num_kv_heads, k_cache, v_cache, k_scales,
-    v_scales)``; groups that are not stored write nothing.
+    ``store(units, lane, is_stored, slot, is_value, kv_head, num_kv_heads, caches)``, where `caches` are the addresses
+    of keys, values, and the scales of both; groups that are not stored write nothing.
     """
     cut, head_dim, dtype = form.cut, form.head_dim, form.dtype
     width, num_units, lanes, rounds, places, store = (
@@ -226,9 +225,8 @@ def page_storer(form: HeadForm, block_size: int, pages: str) -> Any:
     padding = page_row(head_dim, pages or dtype) - head_dim
 
     @device_function
-    def store_head(
-        lows, highs, lane, is_stored, slot, is_value, kv_head, num_kv_heads, k_cache, v_cache, k_scales, v_scales
-    ):
+    def store_head(units, lane, is_stored, slot, is_value, kv_head, num_kv_heads, caches):
+        (lows, highs), (k_cache, v_cache, k_scales, v_scales) = units, caches
         zero = cuda.local.array(1, float32)
         largest = uint32(0)  # of the bits of a head's numbers without their signs
         if has_scales:
@@ -287,27 +285,14 @@ def fits_tiles(form: HeadForm) -> bool:
 
 
 @functools.cache
-def decode_preparer(
-    form: HeadForm | None, block_size: int, pages: str, num_rows: int, pitch: int, threads: int
-) -> Any:  # fmt: skip
+def decode_preparer(form: HeadForm, block_size: int, pages: str, num_rows: int, pitch: int, threads: int) -> Any:
     """A device function that a block's threads call for one token of a sequence and one KV head.
 
-    ``prepare(tile, qkv, token, share, kv_head, num_q_heads, num_kv_heads, is_newest, positions, cos, sin, q_scales,
-    norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, k_scales, v_scales, eps, thread)``: the KV head's
-    `share` query heads go as rows to the shared address `tile`, with zeros up to `num_rows`; if the block `is_newest`,
-    the token's key and value go into the pages. A barrier must follow. `fits_tiles` has `form`; with None it does
-    nothing.
+    ``prepare(tile, qkv, token, kv_head, counts, is_newest, of_heads, caches)``, where `counts` is (num_q_heads,
+    num_kv_heads, share, …), `of_heads` as in `head_preparer`, and `caches` as in `page_storer`: the KV head's query
+    heads go as rows to the shared address `tile`, with zeros up to `num_rows`; if the block `is_newest`, the token's
+    key and value go into the pages, and to the next two rows. A barrier must follow. `fits_tiles` has `form`.
     """
-    if form is None:
-
-        @device_function
-        def nothing(
-            tile, qkv, token, share, kv_head, num_q_heads, num_kv_heads, is_newest, positions, cos, sin, q_scales,
-            norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, k_scales, v_scales, eps, thread,
-        ):  # fmt: skip
-            pass
-
-        return nothing
     cut, head_bytes = form.cut, uint64(form.head_dim * ITEM_BYTES[form.dtype])
     lanes, rounds, width, num_units, load, places = (
         cut.lanes, cut.rounds, cut.width, cut.num_units, cut.load, cut.places
@@ -323,16 +308,14 @@ def decode_preparer(
         shared_store_4xb32(address, (low[0], low[1], high[0], high[1]))
 
     @device_function
-    def prepare_heads(
-        tile, qkv, token, share, kv_head, num_q_heads, num_kv_heads, is_newest, positions, cos, sin, q_scales,
-        norm_scales, q_norm, k_norm, slot_mapping, k_cache, v_cache, k_scales, v_scales, eps, thread,
-    ):  # fmt: skip
+    def prepare_heads(tile, qkv, token, kv_head, counts, is_newest, of_heads, caches):
+        (num_q_heads, num_kv_heads, share, _), thread = counts, uint32(cuda.threadIdx.x)
         lows = cuda.local.array((rounds, width), float32)
         highs = cuda.local.array((rounds, width), float32)
         lane = uint32(thread & uint32(lanes - 1))
         place = uint32(thread // uint32(lanes))
         end = uint32(num_rows)
-        slot = slot_mapping[token]
+        slot = of_heads[7][token]
         if is_newest:
             end = uint32(num_rows + 2)
         first = uint32(0)  # the same in all threads: lanes without a head take part in the shuffles
@@ -355,11 +338,8 @@ def decode_preparer(
                     unit = uint32(lane + uint32(part * lanes))
                     if unit < uint32(num_units):
                         load(qkv + row * head_bytes, unit, lows[part], highs[part])
-            prepare(
-                lows, highs, lane, token, head, num_q_heads, is_head, is_value, positions, cos, sin, q_scales,
-                norm_scales, q_norm, k_norm, eps,
-            )  # fmt: skip
-            if is_row:
+            prepare((lows, highs), lane, token, head, num_q_heads, is_head, is_value, of_heads)
+            if place < end:
                 target = uint32(tile + place * uint32(pitch))
                 for part in range(rounds):
                     unit = uint32(lane + uint32(part * lanes))
@@ -369,10 +349,7 @@ def decode_preparer(
                         store_run(uint32(target + behind * uint32(2)), highs[part])
             if is_newest:
                 is_stored = is_head and not is_row and slot >= 0
-                store(
-                    lows, highs, lane, is_stored, slot, is_value, kv_head, num_kv_heads, k_cache, v_cache, k_scales,
-                    v_scales,
-                )  # fmt: skip
+                store((lows, highs), lane, is_stored, slot, is_value, kv_head, num_kv_heads, caches)
             place = uint32(place + uint32(heads_a_turn))
             first = uint32(first + uint32(heads_a_turn))
 

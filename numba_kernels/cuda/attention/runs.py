@@ -18,11 +18,10 @@ from typing import Any
 
 from numba import uint32
 
-from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, UNIT_KEYS
-from numba_kernels.cuda.attention.tiles import visible_end, visible_first
+from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, extent_reader, word_at
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.memory import shared_load_b32, shared_store_b32
+from numba_kernels.cuda.intrinsics.memory import shared_store_b32
 from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_index_b32, sum_to_lane_u32, sum_u32_of_warp
 
 FIRST_SLOT, STATE_BYTES = 32, 128
@@ -34,9 +33,6 @@ SLACK = 2  # turns: to begin another tile and to add records up takes about as l
 LEAST_TURNS = 2  # of a tile in the count: a tile with fewer keys takes as long
 
 
-_word = device_function(lambda at, index: shared_load_b32(uint32(at + uint32(4 * index))))
-
-
 @device_function
 def _pieces_of(amount, size):
     pieces = amount
@@ -46,37 +42,14 @@ def _pieces_of(amount, size):
 
 
 @functools.cache
-def extent_reader(num_rows: int, turn_keys: int, has_window: bool) -> Any:
-    """A device function ``extent(query_start, seq_lens, seq, share, window)``: the sequence's tiles of rows, the turns
-    of each, its first key, first token, query length and length."""
-
-    @device_function
-    def extent(query_start, seq_lens, seq, share, window):
-        first_token = uint32(query_start[seq])
-        query_len = uint32(uint32(query_start[uint32(seq + uint32(1))]) - first_token)
-        seq_len = uint32(seq_lens[seq])
-        first = uint32(0)
-        if has_window:
-            end = visible_end(seq_len, query_len, uint32(0))
-            first = uint32(visible_first(end, window) // uint32(UNIT_KEYS) * uint32(UNIT_KEYS))
-        tiles = uint32(uint32(query_len * share + uint32(num_rows - 1)) // uint32(num_rows))
-        turns = uint32(uint32(seq_len - first + uint32(turn_keys - 1)) // uint32(turn_keys))
-        if turns < uint32(LEAST_TURNS):
-            turns = uint32(LEAST_TURNS)
-        return tiles, turns, first, first_token, query_len, seq_len
-
-    return extent
-
-
-@functools.cache
-def run_finder(num_rows: int, turn_keys: int, has_window: bool) -> Any:
+def run_finder(num_rows: int, turn_keys: int, has_window: bool, is_early: bool) -> Any:
     """A device function that the lanes of one warp call.
 
     ``find(state, query_start, seq_lens, num_seqs, share, window, wanted, run)`` leaves where the run begins in shared
     memory at `state`: `RUN_WORDS` of each warp's state.
     """
     least = max(1, MIN_PART_KEYS // turn_keys)
-    extent = extent_reader(num_rows, turn_keys, has_window)
+    extent = extent_reader(num_rows, turn_keys, LEAST_TURNS, has_window, is_early)
 
     @device_function
     def count(query_start, seq_lens, num_seqs, share, window, divisor):
@@ -145,7 +118,7 @@ def run_finder(num_rows: int, turn_keys: int, has_window: bool) -> Any:
 
 
 @functools.cache
-def segment_reader(num_rows: int, turn_keys: int, has_window: bool) -> Any:
+def segment_reader(num_rows: int, turn_keys: int, has_window: bool, is_early: bool) -> Any:
     """A device function ``read(state, slot, query_start, seq_lens, share, window, run)`` of a warp's lanes: (whether
     the run has another segment, what to give `move` after the warp's next barrier). It leaves the segment in a slot of
     the warp's state for `segment_in`, after that barrier, too.
@@ -153,12 +126,12 @@ def segment_reader(num_rows: int, turn_keys: int, has_window: bool) -> Any:
     A segment is (sequence, query length, sequence length, first key, keys, the tile). The tile is (the records' place,
     part, number of parts, first token, first row, rows).
     """
-    extent = extent_reader(num_rows, turn_keys, has_window)
+    extent = extent_reader(num_rows, turn_keys, LEAST_TURNS, has_window, is_early)
 
     @device_function
     def read(state, slot, query_start, seq_lens, share, window, run):
-        divisor, length, end = _word(state, 0), _word(state, 1), _word(state, 2)
-        seq, base, tiles_before, place = _word(state, 3), _word(state, 4), _word(state, 5), _word(state, 6)
+        divisor, length, end = word_at(state, 0), word_at(state, 1), word_at(state, 2)
+        seq, base, tiles_before, place = word_at(state, 3), word_at(state, 4), word_at(state, 5), word_at(state, 6)
         has_segment = place < end
         if has_segment:
             tiles, turns, first, first_token, query_len, seq_len = extent(query_start, seq_lens, seq, share, window)
@@ -202,11 +175,11 @@ def move(state, moved):
 def tile_in(state, slot):
     """The tile of a slot's segment."""
     at = uint32(state + slot + uint32(20))
-    return _word(at, 0), _word(at, 1), _word(at, 2), _word(at, 3), _word(at, 4), _word(at, 5)
+    return word_at(at, 0), word_at(at, 1), word_at(at, 2), word_at(at, 3), word_at(at, 4), word_at(at, 5)
 
 
 @device_function
 def segment_in(state, slot):
     """A slot's segment, without its tile."""
     at = uint32(state + slot)
-    return _word(at, 0), _word(at, 1), _word(at, 2), _word(at, 3), _word(at, 4)
+    return word_at(at, 0), word_at(at, 1), word_at(at, 2), word_at(at, 3), word_at(at, 4)

@@ -40,6 +40,7 @@ from numba_kernels.cuda.intrinsics.memory import (
     load_b16,
     load_b32,
     load_f32,
+    load_written_b32,
     shared_load_4xb32,
     shared_load_b32,
     shared_store_4xf32,
@@ -210,8 +211,20 @@ def tile_shape(dtype: str, head_dim: int) -> TileShape:
 
 
 @functools.cache
+def list_reader(is_early: bool) -> Any:
+    """A device function ``(numbers, index)``: a number of a list of int32. An early one is read at the list's address,
+    past the first-level cache, before `wait_for_previous_grid`."""
+
+    @device_function
+    def read_early(numbers, index):
+        return load_written_b32(numbers + uint64(index) * uint64(4))
+
+    return read_early if is_early else device_function(lambda numbers, index: uint32(numbers[index]))
+
+
+@functools.cache
 def key_tile_copier(
-    dtype: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool
+    dtype: str, head_dim: int, block_size: int, num_keys: int, threads: int, has_window: bool, is_early: bool = False
 ) -> tuple[Any, Any, Any]:
     """Three device functions that `threads` threads (a block's, or a warp's lanes) call to copy rows of K or V.
 
@@ -220,7 +233,7 @@ def key_tile_copier(
 
     ``column(cache, kv_head, num_kv_heads, thread)``: the address of the thread's piece in a page's first row.
     ``locate(block_tables, table, first_key, seen, end_key, num_kv_heads, thread)``: how far from there its rows of the
-    tile lie, uint64; the same for K and V. `block_tables` is offset by `table` to the sequence's row.
+    tile lie, uint64; the same for K and V. `block_tables` (`list_reader`) is offset by `table` to the sequence's row.
     ``copy(tile, column, offset, first_key, seen, end_key, thread)``: rows of keys first_key to first_key + num_keys - 1
     go to the shared address `tile`; those from end_key on become zeros, with a window those below `seen` too.
     Asynchronous: commit and wait.
@@ -232,6 +245,7 @@ def key_tile_copier(
     unit = rows_of_thread(num_keys, pieces, threads)
     busy = num_keys // unit * pieces  # threads that have rows
     page_bytes = block_size * row_bytes
+    read = list_reader(is_early)
 
     @device_function
     def column(cache, kv_head, num_kv_heads, thread):
@@ -243,7 +257,7 @@ def key_tile_copier(
         key = uint32(first_key + uint32(thread // uint32(pieces)) * uint32(unit))
         offset = uint64(0)
         if key < end_key and (not has_window or uint32(key + uint32(unit)) > seen):
-            block = uint32(block_tables[table + uint64(key // uint32(block_size))])
+            block = read(block_tables, table + uint64(key // uint32(block_size)))
             inside = uint32(uint32(key % uint32(block_size)) * uint32(row_bytes))
             offset = uint64(block) * uint64(uint32(num_kv_heads * uint32(page_bytes))) + uint64(inside)
         return offset
@@ -338,13 +352,16 @@ def page_copier(
 
 @functools.cache
 def run_copier(
-    dtype: str, head_dim: int, block_size: int, num_keys: int, num_runs: int, threads: int, has_window: bool
-) -> tuple[Any, Any, Any, Any]:
+    dtype: str, head_dim: int, block_size: int, num_keys: int, num_runs: int, threads: int, has_window: bool,
+    is_early: bool = False,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """``(column, scales_of, locate, copy)``: `key_tile_copier`'s and `scale_copier`'s functions for tiles of which a
     thread copies `num_runs` pieces of neighbouring rows: ``locate(offsets, …)`` and ``copy(tile, column, scales,
     offsets, …)``. Scales follow the tile's rows."""
     keys, pitch = num_keys // num_runs, tile_shape(dtype, head_dim).pitch
-    column, locate_run, copy_run = key_tile_copier(dtype, head_dim, block_size, keys, threads, has_window)
+    column, locate_run, copy_run = key_tile_copier(
+        dtype, head_dim, block_size, keys, threads, has_window, is_early
+    )  # fmt: skip
     scales_of, copy_scales = scale_copier(dtype, head_dim, block_size, keys, threads, has_window)
     has_scales, scales_at = PAGE_BYTES[dtype] == 1, num_keys * pitch
 

@@ -324,7 +324,7 @@ def why_not(product: Product, machine: Machine) -> str:
     if machine.arch in _spills_on(product.weight, _rows_of(product)):
         return f"has too few registers on {machine.arch} for {product.m} rows"
     most = _SHARED_BYTES.get(machine.arch, _LEAST_SHARED_BYTES) - _rows_of(product) * _SUMS_BYTES
-    if product.k == 0 or _rows_bytes(product) > most:
+    if product.k == 0 or rows_bytes(product) > most:
         return f"keeps its rows in {most} bytes of shared memory"
     is_whole = not product.epilogue.activation or product.n % ROWS == 0
     return "" if is_whole else f"gates packed weights in tiles of {ROWS} columns"
@@ -344,7 +344,7 @@ def _rows_of(product: Product) -> int:
     return next(rows for rows in row_counts(packing) if rows >= product.m)
 
 
-def _rows_bytes(product: Product) -> int:
+def rows_bytes(product: Product) -> int:
     """Shared memory of x."""
     packing = packing_of(product.weight)
     assert packing is not None
@@ -425,7 +425,7 @@ def can_take_adapters(product: Product, machine: Machine) -> bool:
     if why_not(product, machine) or product.out != product.x or not is_able:
         return False
     static_bytes = riding.shared_bytes(BLOCK_WARPS, _rows_of(product)) + _rows_of(product) * _SUMS_BYTES
-    return _rows_bytes(product) + static_bytes <= _SHARED_BYTES.get(machine.arch, _LEAST_SHARED_BYTES)
+    return rows_bytes(product) + static_bytes <= _SHARED_BYTES.get(machine.arch, _LEAST_SHARED_BYTES)
 
 
 def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
@@ -441,7 +441,7 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     turns, warps = -(-blocks // machine.num_multiprocessors), RING_WARPS
     multiplying, shrinking = riding.shared_blocks(blocks, machine.num_multiprocessors, product.m, ranks)
     if not ring_slots:
-        warps, shared_bytes, multiplying = BLOCK_WARPS, _rows_bytes(product), -(-blocks // turns)
+        warps, shared_bytes, multiplying = BLOCK_WARPS, rows_bytes(product), -(-blocks // turns)
     kernel = _kernel(
         product.weight, product.out, activation, has_turns=turns > 1 and not ring_slots, ring_slots=ring_slots,
         rows=rows, takes_adapters=takes_adapters,

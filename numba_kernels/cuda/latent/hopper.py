@@ -304,10 +304,10 @@ def _result_leaver(dtype: str, value_dim: int) -> Any:
                     shared_store_b32(uint32(at + swizzled), two)
         if num_parts > one:
             thread = uint32(uint32(cuda.threadIdx.x) - uint32(GROUP_THREADS))
-            combine(
-                uint32(shared + uint32(scratch_at)), given.workspace, given.arrivals, given.out, uint64(0), block, part,
-                num_parts, zero, one, num_heads, num_heads, first_token, first_row, rows, thread,
-            )  # fmt: skip
+            own_tile = block, part, num_parts, first_token, first_row, rows
+            addresses = given.workspace, given.arrivals, uint64(0), given.out, uint64(0)
+            counts = num_heads, one, num_heads, zero
+            combine(uint32(shared + uint32(scratch_at)), own_tile, addresses, counts, zero, thread)
         else:
             sync_warp()
             whose = first_row, num_heads, zero, num_heads, first_token
@@ -349,7 +349,7 @@ def latent_hopper(dtype: str, value_dim: int, block_size: int, pages: str = "") 
         launch_dependents()
         block = uint32(cuda.blockIdx.x)
         seq, tile, part, num_parts, _first_key, part_keys, first_token, query_len, seq_len = find(
-            uint32(shared + uint32(scratch_at)), query_start, seq_lens, num_seqs, num_heads, uint32(0), wanted, block,
+            uint32(shared + uint32(scratch_at)), (query_start, seq_lens, num_seqs), num_heads, uint32(0), wanted, block,
             thread,
         )  # fmt: skip
         if seq >= num_seqs:

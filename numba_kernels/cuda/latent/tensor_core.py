@@ -246,7 +246,7 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
         warp = shuffle_index_b32(uint32(thread >> uint32(5)), uint32(0))  # so that ptxas knows it is uniform
         block = uint32(cuda.blockIdx.x)
         seq, tile, part, num_parts, _first_key, part_keys, first_token, query_len, seq_len = find(
-            scratch, query_start, seq_lens, num_seqs, num_heads, uint32(0), wanted, block, thread
+            scratch, (query_start, seq_lens, num_seqs), num_heads, uint32(0), wanted, block, thread
         )
         if seq >= num_seqs:
             return
@@ -339,8 +339,9 @@ def latent_tensor_core(tiles: LatentTiles, block_size: int) -> Specialisation:
                         store_2xf32(record + uint64(4 * record_columns), (maxima[0, j], totals[0, j]))
                     record_result(record + uint64(uint32(first_pair * uint32(64))), sums[0], j, lane & uint32(3))
             combine(
-                scratch, workspace, arrivals, out, uint64(0), block, part, num_parts, uint32(0), uint32(1), num_heads,
-                num_heads, first_token, first_row, rows, thread,
+                scratch, (block, part, num_parts, first_token, first_row, rows),
+                (workspace, arrivals, q, out, uint64(0)), (num_heads, uint32(1), num_heads, table_width), uint32(0),
+                thread,
             )  # fmt: skip
             return
         place = uint32(q_tile + above * uint32(out_pitch) + first_pair * uint32(32))

@@ -165,8 +165,9 @@ def _count(warp, site, entry, mask, blocks, size):
     count_access(warp, site, reading, address_of(entry.sources), address_of(blocks), size)
 
 
-@operation("cp_async", "qlqlpl")
-def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, source_sizes, size):
+@operation("cp_async", "qlqlpll")
+def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, source_sizes, size, passes_cache):
+    """`passes_cache` means .cg: past the first-level cache, as strong loads."""
     entry, blocks, row = _new_entry(warp, site, size), stack_longs(32), stack_longs(2)
     for lane in range(32):
         if not (mask >> lane) & 1:
@@ -182,7 +183,9 @@ def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, s
         if aligned(warp, site, lane, address, size) or aligned(warp, site, lane, source, size):
             return FAILED
         if source_bytes > 0:
+            warp.is_strong_read = passes_cache
             source = read_any(warp, site, lane, source, source_bytes)
+            warp.is_strong_read = 0
             if source == 0:
                 return FAILED
         row[0], row[1] = 0, 0  # what is beyond the source's bytes becomes zeros
@@ -284,4 +287,5 @@ def lower_cp_async(low: Lowering, ins: Instruction) -> None:
         source_sizes = low.spill(low.builder.select(ignored, splat(I32, 0), splat(I32, size)))
     elif rest:
         source_sizes = low.slot(rest[0], 32)
-    low.call("cp_async", *low.address(ins.operands[0]), *low.address(ins.operands[1]), source_sizes, size)
+    places = *low.address(ins.operands[0]), *low.address(ins.operands[1])
+    low.call("cp_async", *places, source_sizes, size, ins.parts[2] == "cg")

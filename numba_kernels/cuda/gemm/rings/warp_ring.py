@@ -23,7 +23,7 @@ from numba_kernels.cuda.specialisation import HALF_SHARED_BYTES
 uint32 = types.uint32
 
 MOST_STAGES, FEWEST_STAGES = 6, 2
-STATIC_BYTES = 1024  # of a block, which `HALF_SHARED_BYTES` leaves room for
+STATIC_BYTES = {"sm_90a": 2048, "sm_100a": 2048, "sm_120a": 1024}  # of a block, beside `HALF_SHARED_BYTES`
 
 dynamic_shared_bytes = instruction("mov.u32 $0, %dynamic_smem_size;", "r", is_pure=True)
 copy_in = instruction(
@@ -32,11 +32,11 @@ copy_in = instruction(
 """``(target, source, bytes, barrier)``, all multiples of 16 but the barrier's address, a multiple of 8."""
 
 
-def stages_that_fit(machine: Machine, stage_bytes: int, x_bytes: int, static_bytes: int = STATIC_BYTES) -> int:
-    """Stages of a block that fit into half of a multiprocessor beside x and so much static shared memory; 0 where too
-    few fit, or the architecture has no bulk copies."""
-    dynamic_bytes = HALF_SHARED_BYTES.get(machine.arch, 0) + STATIC_BYTES - static_bytes
-    count = (dynamic_bytes - x_bytes) // stage_bytes
+def stages_that_fit(machine: Machine, stage_bytes: int, x_bytes: int, static_bytes: int | None = None) -> int:
+    """Stages of a block that fit into half of a multiprocessor beside x and so much static shared memory, by default
+    `STATIC_BYTES`; 0 where too few fit, or the architecture has no bulk copies."""
+    dynamic_bytes, more = HALF_SHARED_BYTES.get(machine.arch, 0), STATIC_BYTES.get(machine.arch, 0)
+    count = (dynamic_bytes + (0 if static_bytes is None else more - static_bytes) - x_bytes) // stage_bytes
     return min(MOST_STAGES, count) if count >= FEWEST_STAGES else 0
 
 

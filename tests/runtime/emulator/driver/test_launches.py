@@ -336,10 +336,13 @@ def test_a_dependent_launch_may_read_early_what_works_that_had_ended_wrote() -> 
     read, next_one = "ld.relaxed.gpu.global.b32 %a, [%x];", "griddepcontrol.launch_dependents;"
     assert dependent_case(WRITE, WAIT + next_one, read + WAIT) == (R.CUDA_SUCCESS, None)
     assert dependent_case(WRITE, WAIT, read + WAIT) == (R.CUDA_SUCCESS, None)
+    copy = ".shared .align 16 .b8 row[16];\ncp.async.{}.shared.global [row], [%x], 16;\ncp.async.wait_all;\n"
+    assert dependent_case(WRITE, WAIT + next_one, copy.format("cg") + WAIT) == (R.CUDA_SUCCESS, None)
     for second, third in (
         (next_one + WAIT, read + WAIT),  # the first may still run
         (WAIT + next_one + WRITE, read + WAIT),
         (WAIT + next_one, "ld.global.b32 %a, [%x];" + WAIT),  # the first-level cache may have an older number
+        (WAIT + next_one, copy.format("ca") + WAIT),
     ):
         status, fault = dependent_case(WRITE, second, third)
         assert status == R.CUDA_ERROR_LAUNCH_FAILED
