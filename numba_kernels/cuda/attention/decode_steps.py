@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda, float32, uint32
 
 from numba_kernels.cuda.attention.decode_block import NUM_KEYS, DecodeBlock
-from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, origin_of, score_scaler, subtract
+from numba_kernels.cuda.attention.online_softmax import MINUS_INFINITY, next_origin, score_scaler, subtract
 from numba_kernels.cuda.attention.tiles import Variant, is_hidden
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -134,10 +134,7 @@ def tile_softmax(block: DecodeBlock, has_window: bool) -> Any:
                 largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(4)))
                 largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(8)))
                 largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(16)))
-                origin = origin_of(largest)
-                factors[n, j] = exp2(subtract(maxima[n, j], origin))
-                if largest > maxima[n, j]:
-                    is_larger = uint32(1)
+                origin, factors[n, j], is_larger = next_origin(largest, maxima[n, j], is_larger)
                 maxima[n, j] = largest
                 scores[n, j] = exp2(subtract(scores[n, j], origin))
                 scores[n, 2 + j] = exp2(subtract(scores[n, 2 + j], origin))

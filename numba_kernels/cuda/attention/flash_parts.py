@@ -17,7 +17,7 @@ from numba_kernels.cuda.attention.online_softmax import (
     MINUS_INFINITY,
     group_sum,
     load_sink,
-    origin_of,
+    next_origin,
     reciprocal_of,
     score_scaler,
     share_of_keys,
@@ -232,10 +232,7 @@ def score_weigher(form: Form) -> Any:
                     largest = maximum_f32(largest, maximum_f32(scores[m, i, 2 * h], scores[m, i, 2 * h + 1]))
                 largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(1)))
                 largest = maximum_f32(largest, shuffle_xor_f32(largest, uint32(2)))
-                origin = origin_of(largest)
-                factors[m, h] = exp2(subtract(maxima[m, h], origin))
-                if largest > maxima[m, h]:
-                    is_larger = uint32(1)
+                origin, factors[m, h], is_larger = next_origin(largest, maxima[m, h], is_larger)
                 maxima[m, h] = largest
                 total = totals[m, h] * factors[m, h]
                 for i in range(key_tiles):

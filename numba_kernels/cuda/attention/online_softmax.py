@@ -37,6 +37,17 @@ def origin_of(largest):
     return origin
 
 
+@device_function
+def next_origin(largest, before, is_larger):
+    """A row's origin, the factor of what was added up before it, and `is_larger`, or 1 if the row's largest score is
+    larger than the one before."""
+    origin = origin_of(largest)
+    factor = exp2(subtract(before, origin))
+    if largest > before:
+        is_larger = uint32(1)
+    return origin, factor, is_larger
+
+
 @functools.cache
 def score_scaler(softcap: float) -> Any:
     """A device function ``(score, scale) -> score * scale``, in units of log 2; with a cap, cap tanh(score / cap).

@@ -17,7 +17,7 @@ from typing import Any
 from numba import cuda, float32, uint32, uint64
 
 from numba_kernels.cuda.attention.flash_parts import Form, values_adder
-from numba_kernels.cuda.attention.online_softmax import group_sum, origin_of, subtract
+from numba_kernels.cuda.attention.online_softmax import group_sum, next_origin, subtract
 from numba_kernels.cuda.attention.parts import scratch_bytes
 from numba_kernels.cuda.attention.tiles import Variant, run_copier, tile_shape
 from numba_kernels.cuda.intrinsics.convert import pack_bf16, pack_f16
@@ -254,10 +254,7 @@ def wide_weigher(form: Form, groups: int) -> Any:
             largest, found = maxima[0, h], read(place, h)
             for other in range(groups):
                 largest = maximum_f32(largest, found[other])
-            origin = origin_of(largest)
-            factors[0, h] = exp2(subtract(maxima[0, h], origin))
-            if largest > maxima[0, h]:
-                is_larger = uint32(1)
+            origin, factors[0, h], is_larger = next_origin(largest, maxima[0, h], is_larger)
             maxima[0, h] = largest
             total = totals[0, h] * factors[0, h]
             for i in range(key_tiles):
