@@ -16,6 +16,7 @@ synchronises, must not be marked so: it then clobbers memory and has side effect
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,15 @@ import llvmlite.ir as ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
+_TOGETHER = re.compile(r"\.(sync|aligned)\b|\bbar(rier)?\.")
 _LLVM = {"h": ir.IntType(16), "r": ir.IntType(32), "l": ir.IntType(64), "f": ir.FloatType(), "d": ir.DoubleType()}
 _NUMBA = {"h": types.uint16, "r": types.uint32, "l": types.uint64, "f": types.float32, "d": types.float64}
+
+
+def call(builder: Any, assembly: ir.InlineAsm, operands: list[Any]) -> Any:
+    """Calls inline assembly. What lanes execute together is convergent: LLVM may not make it depend on a further
+    condition, such as by a copy of it in each side of a branch that came before it."""
+    return builder.call(assembly, operands, attrs=("convergent",) if _TOGETHER.search(assembly.asm) else ())
 
 
 def _numba_type(letters: str) -> Any:
@@ -70,7 +78,7 @@ def instruction(
             )
         if is_accumulating:
             values = values[1:] + values[:1]
-        result = builder.call(assembly, [value for group in values for value in group])
+        result = call(builder, assembly, [value for group in values for value in group])
         if not outputs:
             return context.get_dummy_value()
         if len(outputs) == 1:

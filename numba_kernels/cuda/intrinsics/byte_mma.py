@@ -19,7 +19,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
-from numba_kernels.cuda.intrinsics.asm import instruction
+from numba_kernels.cuda.intrinsics.asm import call, instruction
 
 f32_from_s32 = instruction("cvt.rn.f32.s32 $0, $1;", "f", "r", is_pure=True)
 nearest_s32 = instruction("cvt.rni.s32.f32 $0, $1;", "r", "f", is_pure=True)
@@ -55,7 +55,7 @@ def multiply_bytes(element: str, plan: tuple[tuple[int, tuple[int, ...], tuple[i
         for first, a, b in plan:
             places = [place(0, first + index) for index in range(4)]
             operands = [place(1, index) for index in a] + [place(2, index) for index in b] + places
-            result = builder.call(assembly, [builder.load(each) for each in operands])
+            result = call(builder, assembly, [builder.load(each) for each in operands])
             for index, target in enumerate(places):
                 builder.store(builder.extract_value(result, index), target)
         return context.get_dummy_value()

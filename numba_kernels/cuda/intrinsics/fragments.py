@@ -22,6 +22,8 @@ import llvmlite.ir as ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
+from numba_kernels.cuda.intrinsics.asm import call
+
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _LOADS = {
     # For immutable weights, each byte of which is read once: past the first-level cache. A row's neighbouring sectors
@@ -67,7 +69,7 @@ def load_all(how: str, plan: tuple[tuple[int, int, int], ...], count: int = 4) -
     def generate(context, builder, signature, arguments):
         for first, which, offset in plan:
             base = builder.load(_place(context, builder, signature.args[1], arguments[1], which))
-            words = builder.call(assembly, [builder.add(base, ir.Constant(address_type, offset))])
+            words = call(builder, assembly, [builder.add(base, ir.Constant(address_type, offset))])
             for index in range(count):
                 place = _place(context, builder, signature.args[0], arguments[0], first + index)
                 builder.store(words if count == 1 else builder.extract_value(words, index), place)
@@ -93,7 +95,7 @@ def copy_all(count: int, target_step: int) -> Any:
             size = builder.select(builder.icmp_unsigned(">", num_there, ir.Constant(_WORD, index)), full, zero)
             is_chosen = builder.and_(chosen, ir.Constant(_WORD, 1 << index))
             to = builder.add(target, ir.Constant(_WORD, index * target_step))
-            builder.call(assembly, [to, source, size, is_chosen])
+            call(builder, assembly, [to, source, size, is_chosen])
             source = builder.add(source, source_step)
         return context.get_dummy_value()
 
@@ -127,7 +129,7 @@ def copy_rows_of_tiles(count: int, target_step: int) -> Any:
             is_chosen = builder.and_(chosen, ir.Constant(_WORD, 1 << index))
             to = builder.add(target, ir.Constant(_WORD, index * target_step))
             source = builder.load(_place(context, builder, signature.args[1], sources, index))
-            builder.call(assembly, [to, builder.add(source, offset), size, is_chosen])
+            call(builder, assembly, [to, builder.add(source, offset), size, is_chosen])
         return context.get_dummy_value()
 
     uint32, uint64 = types.uint32, types.uint64
@@ -153,7 +155,7 @@ def copy_rows(count: int, target_step: int) -> Any:
         target, sources, num_bytes = arguments
         for index in range(count):
             source = builder.load(_place(context, builder, signature.args[1], sources, index))
-            builder.call(assembly, [builder.add(target, ir.Constant(_WORD, index * target_step)), source, num_bytes])
+            call(builder, assembly, [builder.add(target, ir.Constant(_WORD, index * target_step)), source, num_bytes])
         return context.get_dummy_value()
 
     return intrinsic(
@@ -210,7 +212,7 @@ def multiply_all(dtype: str, plan: tuple[tuple[int, tuple[int, ...], tuple[int, 
                 if index not in sums:
                     sums[index] = builder.load(place(0, index))
                 operands.append(sums[index])
-            result = builder.call(assembly, operands)
+            result = call(builder, assembly, operands)
             for index in range(4):
                 sums[first + index] = builder.extract_value(result, index)
         for index, value in sums.items():
@@ -232,7 +234,7 @@ def scale_all(plan: tuple[tuple[int, int], ...]) -> Any:
 
         for index, factor in plan:
             operands = [builder.load(place(0, index)), builder.load(place(1, factor))]
-            builder.store(builder.call(assembly, operands), place(0, index))
+            builder.store(call(builder, assembly, operands), place(0, index))
         return context.get_dummy_value()
 
     return intrinsic(lambda typing_context, sums, factors: (types.void(sums, factors), generate))
@@ -270,7 +272,7 @@ def add_scaled(plan: tuple[tuple[int, int], ...]) -> Any:
 
         for index, factor in plan:
             operands = [builder.load(place(which, at)) for which, at in ((1, index), (2, factor), (0, index))]
-            builder.store(builder.call(assembly, operands), place(0, index))
+            builder.store(call(builder, assembly, operands), place(0, index))
             builder.store(ir.Constant(_FLOAT, 0.0), place(1, index))
         return context.get_dummy_value()
 

@@ -25,6 +25,7 @@ import llvmlite.ir as ir
 from numba import types
 from numba.cuda.extending import intrinsic
 
+from numba_kernels.cuda.intrinsics.asm import call
 from numba_kernels.cuda.intrinsics.device import device_function
 
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -119,7 +120,7 @@ def group_multiply(
         operands.append(arguments[2])
         if not is_fresh:
             operands += [arguments[3], *(builder.load(place) for place in places)]
-        result = builder.call(assembly, operands)
+        result = call(builder, assembly, operands)
         for index, place in enumerate(places):
             builder.store(builder.extract_value(result, index), place)
         return context.get_dummy_value()
@@ -149,7 +150,7 @@ def group_wait(num_pending: int, *counts: int) -> Any:
         places = []
         for kind, value, count in zip(signature.args, arguments, counts):
             places += _elements(context, builder, kind, value, count)
-        result = builder.call(assembly, [builder.load(place) for place in places])
+        result = call(builder, assembly, [builder.load(place) for place in places])
         for index, place in enumerate(places):
             builder.store(builder.extract_value(result, index), place)
         return context.get_dummy_value()

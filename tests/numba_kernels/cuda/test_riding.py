@@ -61,7 +61,7 @@ _EXHAUSTIVE = [
     ("sm_90a", "", False, "silu", 16), ("sm_90a", "", True, "", 32),
     ("sm_90a", "int4", True, "silu", 32), ("sm_90a", "int8", False, "", 16), ("sm_90a", "fp8", False, "silu", 8),
     ("sm_90a", "mxfp4", False, "", 24), ("sm_80", "", False, "", 20), ("sm_80", "int4", False, "silu", 8),
-    ("sm_90a", "rows", True, "", 32),
+    ("sm_90a", "rows", True, "", 32), ("sm_100a", "int4", True, "", 30), ("sm_120a", "zeros", False, "silu", 9),
 ]  # fmt: skip
 
 

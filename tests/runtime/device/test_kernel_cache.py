@@ -22,6 +22,7 @@ from numba_kernels import source_digests
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.warp import lane_index, warp_sum
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device import kernel_cache, kernel_key
 from runtime.device.compiled_kernel import CompiledKernel
@@ -145,6 +146,26 @@ def test_a_process_compiles_any_number_of_kernels(cache: KernelCache) -> None:
     ir_utils._the_max_label.update(10**1000)
     (text,) = cache.llvm_ir(Specialisation("adds", kernel, (types.CPointer(float32), types.uint32), 256))
     assert max(map(len, re.findall(r"^B\d+", text, re.MULTILINE))) < 10
+
+
+def test_what_lanes_do_together_stays_together() -> None:
+    """NVVM for newer architectures copies code in front of a branch into its sides, where some lanes would shuffle here
+    and others there, and wait for each other for ever."""
+
+    @cuda.jit
+    def kernel(x: Any, n: Any) -> None:
+        between, rank, lane = cuda.shared.array(64, float32), types.uint32(0), lane_index()
+        while rank < n:
+            first, second = warp_sum(x[rank + lane]), warp_sum(x[rank + lane + types.uint32(32)])
+            if lane == types.uint32(0):
+                between[rank] = first
+            if lane == types.uint32(0):
+                between[rank + types.uint32(1)] = second
+            rank += types.uint32(2)
+        x[lane] = between[lane]
+
+    sums = Specialisation("sums", kernel, (types.CPointer(float32), types.uint32), 32)
+    assert len({compile_ptx(sums, arch).count("shfl.sync") for arch in ("sm_90a", "sm_100a", "sm_120a")}) == 1
 
 
 def test_llvm_ir_from_disk_gives_the_same_kernel(cache: KernelCache) -> None:
