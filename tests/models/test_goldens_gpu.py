@@ -26,6 +26,7 @@ from tests.models.folders import CASES, Golden, load_golden, write_model
 from tests.models.routes import recorded_routes, rows_routed_alike
 
 DEVICE, OTHER_DEVICE = "emulated:sm_80", "emulated:sm_90a"
+BLACKWELL = "emulated:sm_100a", "emulated:sm_120a"
 
 BFLOAT16_LOSS = {
     "gemma2_odd": 0.0303, "lfm2_odd": 0.0276, "qwen3_5_moe_odd": 0.0267, "qwen3_next_odd": 0.0451,
@@ -38,8 +39,8 @@ these seeds: at the golden's own it is 0.0184 and ours 0.031, over all 0.0214 an
 
 
 def some(cases: list[str], *each_time: tuple[str, str]) -> list[object]:
-    """All cases on both devices, of which some are run each time."""
-    others = [(device, case) for device in (DEVICE, OTHER_DEVICE) for case in cases]
+    """All cases on all devices, of which some are run each time."""
+    others = [(device, case) for device in (DEVICE, OTHER_DEVICE, *BLACKWELL) for case in cases]
     for one in each_time:
         others.remove(one)
     return [*each_time, *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in others)]
