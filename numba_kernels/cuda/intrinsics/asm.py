@@ -30,7 +30,7 @@ _NUMBA = {"h": types.uint16, "r": types.uint32, "l": types.uint64, "f": types.fl
 
 
 def call(builder: Any, assembly: ir.InlineAsm, operands: list[Any]) -> Any:
-    """Calls inline assembly. What lanes execute together is convergent: LLVM may not make it depend on a further
+    """Calls inline assembly. An instruction of lanes together is convergent: LLVM may not make it depend on a further
     condition, such as by a copy of it in each side of a branch that came before it."""
     return builder.call(assembly, operands, attrs=("convergent",) if _TOGETHER.search(assembly.asm) else ())
 
