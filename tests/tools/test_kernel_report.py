@@ -47,6 +47,14 @@ def test_products_of_16_rows_with_adapters_do_not_spill(dtype: str, weight: str,
     assert offenders(list(examine(made, archs, KernelCache(), nvdisasm_if_any())), []) == []
 
 
+@pytest.mark.parametrize("name", ["gemm_skinny_bf16_bf16_16", "gemv_ring_bf16_bf16_1"])
+def test_kernels_of_other_tests_do_not_spill_on_blackwell(name: str) -> None:
+    """The first gets fewer blocks of a multiprocessor there than it asks for."""
+    (kernel,) = (each for each in specialisations() if each.name == name)
+    facts = examine(kernel, ("sm_100a", "sm_120a"), KernelCache(), None)
+    assert [(found.spill_bytes, found.stack_bytes, found.has_local) for found in facts] == [(0, 0, False)] * 2
+
+
 def test_every_kernel_is_examined_somewhere() -> None:
     for each in specialisations():
         assert any(is_meant_for(each, arch) for arch in ARCHS), each.name
