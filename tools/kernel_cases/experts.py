@@ -172,8 +172,7 @@ def tier_cases() -> Iterator[Case]:
             yield _tier("packed", format, 4, rows, tile_rows, BLOCK_N, _with_packing(format, tile_rows))
     for format in ("mxfp4", "int4 g128"):
         tile_rows = row_counts(FORMATS[format].packing)[-1]
-        columns = PACKED_ROWS * packed_rows.TEAMS
-        yield _tier("packed_rows", format, 4, 4, tile_rows, columns, _with_rows(format))
+        yield _tier("packed_rows", format, 4, 4, tile_rows, PACKED_ROWS, _with_rows(format))
     for each, rows in ((hopper.ALONE, 128), (hopper.PAIR, 256)):
         yield _tier(f"hopper {each}", "bf16", 4, rows, hopper.tile_rows(each), each.block_n, _by_wgmma(each), maps=True)
 

@@ -399,7 +399,7 @@ BATCHES = (
               (*_few("u4_g128", 32), *_rest(32, 256)), 293, 257, _few_asked("u4_g128", 32, 256), 4.60e-3),
     BatchStep("FP8 blocks, 32 of 256", (*_products(1.03, 569, 32, 32), *_rest(32, 256)),
               (*_few("e4m3_g128", 32), *_rest(32, 256)), 293, 257, _few_asked("e4m3_g128", 32, 256), 5.29e-3),
-    BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(747, 1.08), 222, 198,
+    BatchStep("gpt-oss-20b, 32 of 256", _gpt_oss(1032, 1.38), _gpt_oss(674, 1.08), 222, 198,
               ((72, 132 * 83_285), (12, _asked_keys(32, 256, 8, 64))), 5.28e-3),
     BatchStep("bf16, prompt of 2,048", (), (), 219, 219, (), 46.57e-3, more_s=(_BF16_S, _BF16_S)),
     BatchStep("FP8 blocks, prompt of 2,048", (), (), 363, 363, (), 51.29e-3, more_s=(

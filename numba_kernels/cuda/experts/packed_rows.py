@@ -3,10 +3,10 @@
 `packed` unpacks a weight for 16 rows of an expert, and most of its products are with none. Here a tile has the rows
 that `packed_factors` has columns for, 8 or 5, at half of the instructions.
 
-A unit is 16 columns of gate and up of a tile of rows, or 32 of down. A block takes a run of units of equal length; the
-rows of its tile come to shared memory once, a warp each, while the weight's rings (`packed_ring`) fill. The warps of a
-team share K. Down asks for its first weights before gate and up have ended: the list of tiles was complete before
-these began.
+A unit is 16 columns of a tile of rows, for a warp, or of gate and up, for a team of two. A block takes a run of units,
+each team a part of it; the rows of its tile come to shared memory once, a warp each, while the weight's rings
+(`packed_ring`) fill. A warp adds up all of K, so its sums meet no others. Down asks for its first weights before gate
+and up have ended: the list of tiles was complete before these began.
 
 A row has the same bits in any company. Rows are bfloat16; groups of 16 and zero points have no such kernels. From
 sm_90 on.
@@ -31,14 +31,13 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_storer
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, load_written_b32
-from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import lane_index
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import lane_index, sync_warp
 from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-TEAMS = 2  # gate and up, or two tiles of columns
 MOST_ROWS = 8  # of a tile
 SLOTS = (4, 3, 2)  # of a stage: fewer where x is long
 _FULL = 0.75  # of a tile's rows that experts have on average, at most: with more of them, many need a second tile
@@ -52,51 +51,46 @@ def warps_of(packing: Packing) -> int:
 @functools.cache
 def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Specialisation:
     """The arguments of all tiers (`tiled`)."""
-    packing = packing_of(weight_name)
+    packing, gated = packing_of(weight_name), GATES.get(activation)
     assert packing is not None
-    warps, streams = warps_of(packing), warps_of(packing) // TEAMS
+    warps, parts = warps_of(packing), 1 if gated is None else 2
     reader, ring = packed_reader(weight_name, rows), packed_ring(weight_name, rows, ring_slots)
-    factors, store, gated = reader.factors, element_storer(DTYPE), GATES.get(activation)
+    factors, store, is_gated = reader.factors, element_storer(DTYPE), gated is not None
     aim, row_scale, slots_of, fill, multiply = reader.aim, reader.row_scale, reader.slots, ring.fill, ring.multiply
     scale_by, stage, place, apart, leave = factors.scale_by, factors.stage, factors.place, factors.apart, factors.leave
     place_of = factors.place_of
     number_bytes, num_sums, shift = factors.planes * factors.plane_bytes, factors.num_sums, float(2.0**factors.shift)
-    stage_bytes, slot_elements, is_gated = ring.stage_bytes, packing.slot, gated is not None
-    num_barriers, row_sums = warps * MOST_STAGES, rows * ROWS
-    stride, outputs = (1, row_sums) if is_gated else (TEAMS, TEAMS * row_sums)  # of a unit
+    stage_bytes, slot_elements = ring.stage_bytes, packing.slot
+    num_barriers, row_sums, teams = warps * MOST_STAGES, rows * ROWS, warps // parts
 
     @device_function
-    def stage_row(x, tokens, rows_of_tile, target, wholes, sizes, warp, lane):
-        """A warp's row of a tile goes to shared memory; rows that are not there are zeros."""
-        (first_row, count), (k, padded) = rows_of_tile, sizes
-        most, there, x_row = uint32(0), uint32(0), x
-        if warp < count:
-            row = uint32(first_row + warp)
-            if tokens != uint64(0):
-                row = load_b32(tokens + uint64(row) * uint64(4))
-            x_row, there = x + uint64(row) * uint64(k) * uint64(2), k
-            most = largest(x_row, uint32(0), uint32(1), k, lane)
-        factor, unfactor = scale_by(most)
-        stage(x_row, uint64(0), target, (uint32(0), uint32(1), lane), there, padded, factor)
+    def stage_row(x_row, target, whole, k, padded, lane):
+        """A warp's row of a tile goes to shared memory, zeros from k on."""
+        factor, unfactor = scale_by(largest(x_row, uint32(0), uint32(1), k, lane))
+        stage(x_row, uint64(0), target, (uint32(0), uint32(1), lane), k, padded, factor)
         if lane == uint32(0):
-            memory.shared_store_f32(uint32(wholes + warp * uint32(4)), unfactor * float32(shift))
+            memory.shared_store_f32(whole, unfactor * float32(shift))
+
+    @device_function
+    def finished(at, whole, weight, bias, sizes, column):
+        """A sum, in shared memory, of the weight's row `column`, with its scales and bias."""
+        rows_of_weight, k = sizes
+        total = scale_element(memory.shared_load_f32(at), whole)
+        total = scale_element(total, row_scale(weight, rows_of_weight, k, column))
+        return total + load_f32(bias + uint64(column) * uint64(4)) if bias != uint64(0) else total
 
     def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         barriers = memory.shared_address(cuda.shared.array(num_barriers, uint64))
-        wholes = cuda.shared.array(warps, float32)  # the factors of finished sums
-        partial = cuda.shared.array((2, TEAMS, streams, row_sums), float32)  # of one unit and the next
-        partials = memory.shared_address(partial)
+        wholes = cuda.shared.array(rows, float32)  # the factors of finished sums
+        pieces = memory.shared_address(cuda.shared.array((2, warps, row_sums), float32))
         state, sums = cuda.local.array(STATE, uint32), cuda.local.array(num_sums, float32)
         weight_rows, scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         thread, lane = uint32(cuda.threadIdx.x), lane_index()
         warp = uint32(thread >> uint32(5))
-        team, stream = uint32(warp // uint32(streams)), uint32(warp % uint32(streams))
-        slots = slots_of(k)
-        length = uint32(slots + uint32(streams - 1)) // uint32(streams)
-        first = minimum_u32(uint32(stream * length), slots)
-        last = minimum_u32(uint32(first + length), slots)
-        padded = uint32(slots * uint32(slot_elements))
+        team, part = uint32(warp // uint32(parts)), uint32(warp % uint32(parts))
+        slots, columns = slots_of(k), uint32(uint32(n + uint32(ROWS - 1)) // uint32(ROWS))
+        padded, both = uint32(slots * uint32(slot_elements)), uint32(n * uint32(parts))
         row_of_x = uint32(padded * uint32(number_bytes) + uint32(ROW_GAP))
         x_bytes = uint32(row_of_x * uint32(rows))
         count = uint32(uint32(dynamic_shared_bytes() - x_bytes) // uint32(warps * stage_bytes))
@@ -105,74 +99,71 @@ def _kernel(weight_name: str, activation: str, rows: int, ring_slots: int) -> Sp
         start_ring(barriers, count, lane)
         state[0], state[1], state[2] = uint32(0), uint32(0), count
         x_place, between = place(shared, padded, lane), apart(row_of_x, padded, lane)
-        columns = uint32(uint32(n + uint32(ROWS - 1)) // uint32(ROWS))
-        units, both = uint32(uint32(columns + uint32(stride - 1)) // uint32(stride)), n
-        beside, before = team, uint32(0)  # in a gated unit, the second team has up's rows
-        if is_gated:
-            both, beside, before = uint32(n * uint32(2)), uint32(0), uint32(team * columns)
         if tokens != uint64(0):
             wait_for_previous_grid()  # it made the list
-        total = uint32(load_written_b32(num_tiles) * units)
+        total = uint32(load_written_b32(num_tiles) * columns)
         unit = divide_u32(uint32(uint32(cuda.blockIdx.x) * total), uint32(cuda.gridDim.x))
         end = divide_u32(uint32(uint32(uint32(cuda.blockIdx.x) + uint32(1)) * total), uint32(cuda.gridDim.x))
-        turn, has_waited = uint32(0), tokens != uint64(0)
+        has_waited = tokens != uint64(0)
         if unit >= end:  # there are more blocks than units
             wait_for_previous_grid()
             launch_dependents()
         while unit < end:
-            row_tile = divide_u32(unit, units)
-            column = uint32(uint32(unit - row_tile * units) * uint32(stride))
-            after = minimum_u32(uint32(column + uint32(end - unit) * uint32(stride)), columns)  # this tile's last one
+            row_tile = divide_u32(unit, columns)
+            column = uint32(unit - row_tile * columns)
+            here = minimum_u32(uint32(end - unit), uint32(columns - column))  # units of this tile of rows
             at = tiles + uint64(row_tile) * uint64(16)
             expert, first_row = load_written_b32(at), load_written_b32(at + uint64(4))
             num_rows = load_written_b32(at + uint64(8))
             weight = load_b64(table + uint64(expert) * uint64(8))
             bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
-            state[3], state[4] = uint32(column + beside), first
-            state[5] = uint32(1) if first < last else uint32(0)
-            places = beside, uint32(stride), uint32(after - uint32(1)), before, both, k
-            at_first = uint32(minimum_u32(state[3], uint32(after - uint32(1))) + before)
-            aim(weight_rows, scale_rows, weight, at_first, both, k, first, uint32(0))
-            own_ring, source = (stages, barriers), (weight, places, first, last, lane)
+            tile = uint32(column + uint32(here * team) // uint32(teams))
+            after = uint32(column + uint32(here * uint32(team + uint32(1))) // uint32(teams))
+            state[3], state[4] = tile, uint32(0)
+            state[5] = uint32(1) if tile < after else uint32(0)
+            before = uint32(part * columns)
+            places = uint32(0), uint32(1), uint32(after - uint32(1)), before, both, k
+            aim(weight_rows, scale_rows, weight, uint32(tile + before), both, k, uint32(0), uint32(0))
+            own_ring, source = (stages, barriers), (weight, places, uint32(0), slots, lane)
             fill(state, weight_rows, scale_rows, own_ring, source)
             if not has_waited:
                 wait_for_previous_grid()  # weights are immutable, and the list was made before: only x is new
                 has_waited = True
             launch_dependents()
+            sync_block()  # the tile before this one needs x no more
             if warp < uint32(rows):
+                row, there = uint32(first_row + warp), k if warp < num_rows else uint32(0)
+                if tokens != uint64(0) and there != uint32(0):
+                    row = load_b32(tokens + uint64(row) * uint64(4))
+                x_row, whole = x + uint64(row) * uint64(k) * uint64(2), memory.shared_address(wholes)
                 target = uint32(shared + warp * row_of_x)
-                whole = memory.shared_address(wholes)
-                stage_row(x, tokens, (first_row, num_rows), target, whole, (k, padded), warp, lane)
+                stage_row(x_row, target, uint32(whole + warp * uint32(4)), there, padded, lane)
             sync_block()
-            while column < after:
+            while tile < after:
                 multiply(sums, state, weight_rows, scale_rows, own_ring, source, (x_place, between))
-                leave(sums, uint32(partials + uint32(turn * uint32(warps) + warp) * uint32(row_sums * 4)), lane)
-                sync_block()
-                own, which = thread, uint32(0)
-                if own >= uint32(row_sums):
-                    own, which = uint32(own - uint32(row_sums)), uint32(1)
-                row, inside = place_of(own)
-                at_column = uint32(uint32(column + which) * uint32(ROWS) + inside)
-                if thread < uint32(outputs) and row < num_rows and at_column < n:
-                    value, up = float32(0.0), float32(0.0)
-                    for i in range(streams):
-                        value += partial[turn, which, i, own]
+                # Sums of one tile and the next have a place each: one barrier a tile is enough.
+                turn = uint32((tile & uint32(1)) * uint32(warps) + team * uint32(parts))
+                piece = uint32(pieces + turn * uint32(row_sums * 4))
+                leave(sums, uint32(piece + part * uint32(row_sums * 4)), lane)
+                if is_gated:
+                    sync_named(uint32(team + uint32(1)), uint32(64))
+                else:
+                    sync_warp()
+                own = uint32(part * uint32(32) + lane)
+                while own < uint32(row_sums):
+                    row, inside = place_of(own)
+                    at_column = uint32(tile * uint32(ROWS) + inside)
+                    if row < num_rows and at_column < n:
+                        at_sum, own_scale = uint32(piece + own * uint32(4)), wholes[row]
+                        value = finished(at_sum, own_scale, weight, bias, (both, k), at_column)
                         if is_gated:
-                            up += partial[turn, 1, i, own]
-                    value = scale_element(scale_element(value, wholes[row]), row_scale(weight, both, k, at_column))
-                    if bias != uint64(0):
-                        value += load_f32(bias + uint64(at_column) * uint64(4))
-                    if is_gated:
-                        above = uint32(at_column + n)
-                        up = scale_element(scale_element(up, wholes[row]), row_scale(weight, both, k, above))
-                        if bias != uint64(0):
-                            up += load_f32(bias + uint64(above) * uint64(4))
-                        value = gated(value, up)
-                    store(out + (uint64(uint32(first_row + row)) * uint64(n) + uint64(at_column)) * uint64(2), value)
-                turn ^= uint32(1)
-                column = uint32(column + uint32(stride))
-                unit = uint32(unit + uint32(1))
-            sync_block()  # `wholes` are read
+                            at_sum, above = uint32(at_sum + uint32(row_sums * 4)), uint32(at_column + n)
+                            value = gated(value, finished(at_sum, own_scale, weight, bias, (both, k), above))
+                        at_out = uint64(uint32(first_row + row)) * uint64(n) + uint64(at_column)
+                        store(out + at_out * uint64(2), value)
+                    own = uint32(own + uint32(cuda.blockDim.x) // uint32(teams))  # unrolled, it takes more registers
+                tile = uint32(tile + uint32(1))
+            unit = uint32(unit + here)
 
     return Specialisation(
         name=f"experts_packed_rows_{weight_name}_{rows}_ring_{ring_slots}" + f"_{activation}" * is_gated,
@@ -202,7 +193,7 @@ def can_plan(packing: Packing, dtype: str, columns: int, depth: int, arch: str, 
 def plan(tiles: int, columns: int, depth: int, packing: Packing, activation: str, arch: str, num_sms: int) -> Launch:
     """The launch for at most so many tiles of rows, at least one, if `can_plan`."""
     ring_slots, shared_bytes = ring_of(packing, depth, arch)
-    units = tiles * -(-columns // (ROWS if activation else ROWS * TEAMS))
+    units = tiles * -(-columns // ROWS)
     kernel = _kernel(packing.name, activation, row_counts(packing)[-1], ring_slots)
     return Launch(kernel, (min(units, num_sms), 1, 1), (kernel.max_threads, 1, 1), shared_bytes)
 
