@@ -143,16 +143,45 @@ def _gate_up(dtype: str, activation: str) -> Specialisation:
 
 
 @functools.cache
+def choices_adder(dtype: str, columns: int) -> Any:
+    """A device function for a warp ``(finished, top_k, (shared, gate, residual, out, squares), row, column, n, lane)``:
+    adds up ``finished [top_k, columns]``, the choices of a token, and completes these columns of its row; lane i has
+    `column`, the i-th of them. Squares are of `SQUARE_COLUMNS`; addresses may be 0."""
+    add, store, item_bytes = adder(dtype, 1), element_storer(dtype), ITEM_BYTES[dtype]
+
+    @device_function
+    def at_end(finished, top_k, addresses, row, column, n, lane):
+        shared, gate, residual, out, squares = addresses
+        values = cuda.local.array(1, float32)
+        values[0] = float32(0.0)
+        if lane < uint32(columns) and column < n:
+            index = uint32(0)
+            while index < top_k:
+                values[0] += finished[index, lane]
+                index = uint32(index + uint32(1))
+            at = (uint64(row) * uint64(n) + uint64(column)) * uint64(item_bytes)
+            add(values, shared, gate, residual, row, at)
+            store(out + at, values[0])
+        if squares != uint64(0):
+            squared = values[0] * values[0]
+            squared += shuffle_xor_f32(squared, uint32(1))
+            squared += shuffle_xor_f32(squared, uint32(2))
+            if (lane & uint32(SQUARE_COLUMNS - 1)) == uint32(0) and lane < uint32(columns):
+                part = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
+                store_f32(squares + part * uint64(4), squared)
+
+    return at_end
+
+
+@functools.cache
 def _down(dtype: str) -> Specialisation:
     """Arguments: h [T k, I], table [2, E], ids [T, k], weights [T, k] float32, shared, gate, residual (0 without), out
     [T, H], squares [T, H / 4] float32 or 0; H, I, E, k."""
-    multiply, add, store = multiplier(dtype), adder(dtype, 1), element_storer(dtype)
-    item_bytes = ITEM_BYTES[dtype]
+    multiply, at_end, item_bytes = multiplier(dtype), choices_adder(dtype, ROWS), ITEM_BYTES[dtype]
 
     def experts(h, table, ids, weights, shared, gate, residual, out, squares, n, k, num_experts, top_k):
         partial = cuda.shared.array((MAX_CHOICES, ROWS), float32)
         weight_rows = cuda.local.array(ROWS, uint64)
-        values = cuda.local.array(1, float32)
         lane, rank, row = lane_index(), uint32(uint32(cuda.threadIdx.x) >> uint32(5)), uint32(cuda.blockIdx.y)
         first_column = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS))
         wait_for_previous_grid()
@@ -173,22 +202,7 @@ def _down(dtype: str) -> Specialisation:
             partial[rank, lane] = scale_element(total, load_f32(weights + uint64(draw) * uint64(4)))
         sync_block()
         if rank == uint32(0):
-            values[0] = float32(0.0)
-            if lane < uint32(ROWS) and column < n:
-                index = uint32(0)
-                while index < top_k:
-                    values[0] += partial[index, lane]
-                    index = uint32(index + uint32(1))
-                at = (uint64(row) * uint64(n) + uint64(column)) * uint64(item_bytes)
-                add(values, shared, gate, residual, row, at)
-                store(out + at, values[0])
-            if squares != uint64(0):
-                squared = values[0] * values[0]
-                squared += shuffle_xor_f32(squared, uint32(1))
-                squared += shuffle_xor_f32(squared, uint32(2))
-                if lane == uint32(0):
-                    part = uint64(row) * uint64(n >> uint32(2)) + uint64(first_column >> uint32(2))
-                    store_f32(squares + part * uint64(4), squared)
+            at_end(partial, top_k, (shared, gate, residual, out, squares), row, column, n, lane)
 
     return Specialisation(
         name=f"experts_gather_{dtype}",

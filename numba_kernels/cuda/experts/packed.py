@@ -10,10 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from numba import cuda, types
-
-from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
-from numba_kernels.cuda.gemm.epilogue import Arguments
+from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES, kernel_of_tiles
 from numba_kernels.cuda.gemm.mixed_input import (
     BLOCK_M,
     BLOCK_N,
@@ -26,12 +23,8 @@ from numba_kernels.cuda.gemm.mixed_input import (
 )
 from numba_kernels.cuda.gemm.tensor_core import tile_finder
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
-from numba_kernels.cuda.intrinsics.memory import load_4xb32, load_b32, load_b64
-from numba_kernels.cuda.intrinsics.sync import wait_for_previous_grid
 from numba_kernels.cuda.packing import PACKINGS, Packing
 from numba_kernels.cuda.specialisation import Launch, Specialisation
-
-uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 _FEW = 2 * FEW_ROWS  # rows of an expert up to which its tiles have 16
 _FLOPS = 240e12  # of tiles of 128 rows, measured on an H200 with MXFP4 (INT4: 222, FP8: 201)
@@ -43,23 +36,9 @@ def _kernel(dtype: str, weight_name: str, tile_rows: int, activation: str) -> Sp
     multiply_tile = tile_multiplier(dtype, weight_name, dtype, activation, tile_rows, True)
     find_tile = tile_finder(tile_rows, BLOCK_N // 2 if activation else BLOCK_N)
 
-    def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
-        wait_for_previous_grid()
-        count = load_b32(num_tiles)
-        row_tile, first_column = find_tile(count, n)
-        if row_tile < count and first_column < n:
-            expert, first_row, rows, _ = load_4xb32(tiles + uint64(row_tile) * uint64(16))
-            weight = load_b64(table + uint64(expert) * uint64(8))
-            bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
-            given = Arguments(
-                x, weight, bias, uint64(0), out, uint32(first_row + rows), n, k, uint32(1), uint64(0), uint32(0),
-                float32(0.0), uint64(0),
-            )  # fmt: skip
-            multiply_tile(given, first_row, first_column, tokens)
-
     return Specialisation(
         name=f"experts_packed_{weight_name}_{dtype}_{tile_rows}{f'_{activation}' if activation else ''}",
-        kernel=cuda.jit(experts),
+        kernel=kernel_of_tiles(find_tile, multiply_tile),
         argument_types=ARGUMENT_TYPES,
         max_threads=num_threads(tile_rows),
         min_blocks=1,

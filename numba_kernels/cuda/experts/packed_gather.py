@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.experts.combine import adder
+from numba_kernels.cuda.experts.gather import choices_adder
 from numba_kernels.cuda.gemm.epilogue import GATES, scale_element
 from numba_kernels.cuda.gemm.packed_stream import (
     DTYPE,
@@ -40,9 +40,9 @@ from numba_kernels.cuda.gemm.rings.warp_ring import MOST_STAGES, dynamic_shared_
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.element import element_storer
 from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, load_written_b32, store_f32
+from numba_kernels.cuda.intrinsics.memory import load_b32, load_b64, load_f32, load_written_b32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import lane_index, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import lane_index
 from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -51,7 +51,6 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 WARPS = 8
 STREAMS = WARPS // 2  # parts of K of a block that multiplies gate and up
 MAX_CHOICES = 16  # of a token
-SQUARE_COLUMNS = 4
 MOST_SHARED_BYTES = 96 << 10  # of x
 BLOCKS = 2  # that multiply gate and up, of a multiprocessor
 _STATIC_BYTES = 2048  # of kernels with a ring, at most
@@ -173,7 +172,7 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
     ring, has_ring = packed_ring(weight_name, 1, ring_slots or SLOTS[0]), ring_slots > 0
     fill, multiply_ring, stage_bytes, num_barriers = ring.fill, ring.multiply, ring.stage_bytes, WARPS * MOST_STAGES
     most_warps = WARPS if has_ring else MAX_CHOICES
-    reader, add, store = packed_reader(weight_name), adder(DTYPE, 1), element_storer(DTYPE)
+    reader, at_end = packed_reader(weight_name), choices_adder(DTYPE, ROWS)
     aim, begin, multiply = reader.aim, reader.begin_early, reader.multiply
     row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
@@ -196,7 +195,6 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
         else:
             words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
-        values = cuda.local.array(1, float32)
         thread, lane, row = uint32(cuda.threadIdx.x), lane_index(), uint32(cuda.blockIdx.y)
         warp, tile = uint32(thread >> uint32(5)), uint32(cuda.blockIdx.x)
         streams = divide_u32(uint32(cuda.blockDim.x) >> uint32(5), top_k)
@@ -266,22 +264,7 @@ def _down(weight_name: str, ring_slots: int = 0) -> Specialisation:
                 finished[rank, lane] = scale_element(total, load_f32(weights + uint64(draw) * uint64(4)))
             sync_block()
             if warp == uint32(0):
-                values[0] = float32(0.0)
-                if lane < uint32(ROWS) and column < n:
-                    index = uint32(0)
-                    while index < top_k:
-                        values[0] += finished[index, lane]
-                        index = uint32(index + uint32(1))
-                    at_column = (uint64(row) * uint64(n) + uint64(column)) * uint64(2)
-                    add(values, shared, gate, residual, row, at_column)
-                    store(out + at_column, values[0])
-                if squares != uint64(0):
-                    squared = values[0] * values[0]
-                    squared += shuffle_xor_f32(squared, uint32(1))
-                    squared += shuffle_xor_f32(squared, uint32(2))
-                    if (lane & uint32(SQUARE_COLUMNS - 1)) == uint32(0) and lane < uint32(ROWS):
-                        part = uint64(row) * uint64(n >> uint32(2)) + uint64(column >> uint32(2))
-                        store_f32(squares + part * uint64(4), squared)
+                at_end(finished, top_k, (shared, gate, residual, out, squares), row, column, n, lane)
             tile = uint32(tile + uint32(cuda.gridDim.x))
             if not has_ring or tile >= tiles:
                 goes_on = uint32(0)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm.epilogue import GATES
+from numba_kernels.cuda.gemm.epilogue import GATES, Arguments
 from numba_kernels.cuda.gemm.naive import SIDE
 from numba_kernels.cuda.gemm.tiled import ACROSS_STRIDE
 from numba_kernels.cuda.intrinsics.element import element_loader, element_storer
@@ -30,6 +31,26 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 ARGUMENT_TYPES = (types.uint64,) * 6 + (types.uint32,) * 3
 TILE_ROWS = SIDE
+
+
+def kernel_of_tiles(find_tile: Any, multiply_tile: Any) -> Any:
+    """A kernel whose blocks take a tile each of a dense product (`gemm`), with the weight and bias of its expert."""
+
+    def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
+        wait_for_previous_grid()
+        count = load_b32(num_tiles)
+        row_tile, first_column = find_tile(count, n)
+        if row_tile < count and first_column < n:
+            expert, first_row, rows, _ = load_4xb32(tiles + uint64(row_tile) * uint64(16))
+            weight = load_b64(table + uint64(expert) * uint64(8))
+            bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
+            given = Arguments(
+                x, weight, bias, uint64(0), out, uint32(first_row + rows), n, k, uint32(1), uint64(0), uint32(0),
+                float32(0.0), uint64(0),
+            )  # fmt: skip
+            multiply_tile(given, first_row, first_column, tokens)
+
+    return cuda.jit(experts)
 
 
 @functools.cache
