@@ -7,10 +7,9 @@
     clamp         max(-c, min(x, c))
     xielu         x > 0: p x^2 + b x,  else: n (e^min(x, eps) - 1 - x) + b x        https://arxiv.org/abs/2411.13010
     squared_relu  max(x, 0)^2                                https://arxiv.org/abs/2109.08668
-    glu           f(gate) up, out of rows [gate | up]        Shazeer, https://arxiv.org/abs/2002.05202
+    glu           f(gate) up, of any columns of rows         Shazeer, https://arxiv.org/abs/2002.05202
     add_scaled    x + scale y, rounded once
     sigmoid_gate  x sigmoid(gate)                            https://arxiv.org/abs/2505.06708
-    gelu_gate     gelu tanh(x) up, up some columns of a wider matrix
     scale_logits  scale x, or cap tanh(scale x / cap), float32, in place            https://arxiv.org/abs/2408.00118
     forbid        minus infinity at some columns of logits, in place
     keep_groups   the same at the columns of all but the best groups of each row
@@ -107,7 +106,8 @@ def _squared_relu(x):
 
 
 @device_function
-def _clamp(x, limit, second, third, fourth):
+def _clamp(x, _, numbers):
+    limit = numbers[0]
     if x > limit:
         x = limit
     if x < -limit:
@@ -116,7 +116,8 @@ def _clamp(x, limit, second, third, fourth):
 
 
 @device_function
-def _xielu(x, positive, negative, beta, eps):
+def _xielu(x, _, numbers):
+    positive, negative, beta, eps = numbers
     low = eps
     if x < eps:
         low = x
@@ -136,21 +137,48 @@ def _xielu(x, positive, negative, beta, eps):
     return fma(beta, x, bent)
 
 
-SHAPED = ("clamp", "xielu")  # functions that take four numbers beside x
+@device_function
+def _scale_and_cap(x, _, numbers):
+    scale, cap, exponent, _ = numbers  # the exponent is -2 / cap
+    value = x * scale
+    e = exp(absolute(value) * exponent)
+    capped = cap * divide(float32(1) - e, float32(1) + e)
+    if value < float32(0):
+        capped = -capped
+    return capped
+
+
 FUNCTIONS = {
-    "gelu_erf": _gelu_erf, "gelu_tanh": _gelu_tanh, "gelu_sigmoid": _gelu_sigmoid, "silu": _silu, "clamp": _clamp,
-    "squared_relu": _squared_relu, "xielu": _xielu,
+    "gelu_erf": _gelu_erf, "gelu_tanh": _gelu_tanh, "gelu_sigmoid": _gelu_sigmoid, "silu": _silu,
+    "squared_relu": _squared_relu,
 }  # fmt: skip
 
 
-def _walker(dtype: str, width: int, of_lane: Any, *, has_two: bool = False) -> Any:
-    """A device function ``(x, y, out, num_accesses, numbers)``: the loop of elementwise kernels over accesses, with
-    ``of_lane(element of x, element of y, numbers)``; without `has_two` y is not read."""
-    access_bytes = uint64(ITEM_BYTES[dtype] * width)
+def _of_one(function: Any) -> Any:
+    return device_function(lambda x, _, numbers: function(x))
+
+
+ELEMENTWISE = {
+    **{name: _of_one(function) for name, function in FUNCTIONS.items()},
+    "clamp": _clamp,
+    "xielu": _xielu,
+    "add_scaled": device_function(lambda x, y, numbers: x + numbers[0] * y),
+    "sigmoid_gate": device_function(lambda x, gate, _: x * sigmoid(gate)),
+    "scale_logits": device_function(lambda x, _, numbers: x * numbers[0]),
+    "scale_logits_capped": _scale_and_cap,
+}
+"""By name a device function ``(element of x, element of y, four numbers)``."""
+_OF_TWO = ("add_scaled", "sigmoid_gate")  # others read no y
+
+
+@functools.cache
+def _elementwise(name: str, dtype: str, width: int) -> Specialisation:
+    """Arguments: x, y, out addresses; number of accesses of `width` elements; four numbers."""
+    of_lane, has_two, access_bytes = ELEMENTWISE[name], name in _OF_TWO, uint64(ITEM_BYTES[dtype] * width)
     load, store = elements_loader(dtype, width), elements_storer(dtype, width)
 
-    @device_function
-    def walk(x, y, out, num_accesses, numbers):
+    @cuda.jit
+    def elementwise(x, y, out, num_accesses, first, second, third, fourth):
         wait_for_previous_grid()
         launch_dependents()
         values = cuda.local.array(width, float32)
@@ -158,47 +186,27 @@ def _walker(dtype: str, width: int, of_lane: Any, *, has_two: bool = False) -> A
         step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
         while index < num_accesses:
             at = uint64(index) * access_bytes
-            first = load(x + at)
-            second = load(y + at) if has_two else first
+            loaded = load(x + at)
+            other = load(y + at) if has_two else loaded
             for lane in range(width):
-                values[lane] = of_lane(first[lane], second[lane], numbers)
+                values[lane] = of_lane(loaded[lane], other[lane], (first, second, third, fourth))
             store(out + at, values)
             index += step
 
-    return walk
-
-
-@functools.cache
-def _activation(name: str, dtype: str, width: int) -> Specialisation:
-    """Arguments: x, out addresses; number of accesses of `width` elements; four numbers, if the function takes some."""
-    function, is_shaped = FUNCTIONS[name], name in SHAPED
-    if is_shaped:
-        of_lane = device_function(lambda x, _, n: function(x, n[0], n[1], n[2], n[3]))
-    else:
-        of_lane = device_function(lambda x, _, n: function(x))
-    walk = _walker(dtype, width, of_lane)
-
-    def shaped(x, out, num_accesses, first, second, third, fourth):
-        walk(x, x, out, num_accesses, (first, second, third, fourth))
-
-    def activation(x, out, num_accesses):
-        walk(x, x, out, num_accesses, float32(0))
-
-    kernel, numbers = (shaped, 4) if is_shaped else (activation, 0)
-    arguments = (types.uint64, types.uint64, types.uint32, *(types.float32,) * numbers)
+    arguments = (types.uint64,) * 3 + (types.uint32,) + (types.float32,) * 4
     constants = {"dtype": dtype, "width": width}
-    return Specialisation(f"{name}_{dtype}_x{width}", cuda.jit(kernel), arguments, THREADS, constants=constants)
+    return Specialisation(f"{name}_{dtype}_x{width}", elementwise, arguments, THREADS, constants=constants)
 
 
 @functools.cache
 def _glu(name: str, dtype: str, width: int) -> Specialisation:
-    """Arguments: gate_up, out addresses; rows; accesses a row of out."""
+    """Arguments: gate, up, out addresses; rows; accesses a row of out, and from one row to the next of gate and up."""
     access_bytes = uint64(ITEM_BYTES[dtype] * width)
     load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), FUNCTIONS.get(name)
     gated = clamped_silu if function is None else device_function(lambda gate, up: function(gate) * up)
 
     @cuda.jit
-    def glu(gate_up, out, num_rows, accesses_a_row):
+    def glu(gates, ups, out, num_rows, accesses_a_row, gate_step, up_step):
         wait_for_previous_grid()
         launch_dependents()
         values = cuda.local.array(width, float32)
@@ -206,125 +214,43 @@ def _glu(name: str, dtype: str, width: int) -> Specialisation:
         row = uint32(cuda.blockIdx.y)
         if column < accesses_a_row:
             while row < num_rows:
-                at = uint64(row) * uint64(accesses_a_row) + uint64(column)
-                gate_at = uint64(row) * uint64(accesses_a_row) + at
-                gate = load(gate_up + gate_at * access_bytes)
-                up = load(gate_up + (gate_at + uint64(accesses_a_row)) * access_bytes)
+                gate = load(gates + (uint64(row) * uint64(gate_step) + uint64(column)) * access_bytes)
+                up = load(ups + (uint64(row) * uint64(up_step) + uint64(column)) * access_bytes)
                 for lane in range(width):
                     values[lane] = gated(gate[lane], up[lane])
-                store(out + at * access_bytes, values)
+                store(out + (uint64(row) * uint64(accesses_a_row) + uint64(column)) * access_bytes, values)
                 row += uint32(cuda.gridDim.y)
 
     constants = {"dtype": dtype, "width": width}
-    arguments = (types.uint64, types.uint64, types.uint32, types.uint32)
+    arguments = (types.uint64,) * 3 + (types.uint32,) * 4
     return Specialisation(f"glu_{name}_{dtype}_x{width}", glu, arguments, THREADS, constants=constants)
 
 
-def _flat(dtype: str, num_rows: int, size: int, alignment: int) -> tuple[int, int]:
-    """Elements an access, and accesses, of kernels that go over rows as one. The number of rows does not choose the
-    kernel: versions of different widths may differ in a last bit."""
-    width = access_width(dtype, size, alignment)
-    return width, num_rows * size // width
+def plan_elementwise(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
+    """(launch, number of accesses) of one of `ELEMENTWISE` over [num_rows, size]; logits are f32.
 
+    The number of rows does not choose the kernel: versions of different widths may differ in a last bit.
 
-def plan_activation(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, number of accesses) of one of `FUNCTIONS` over [num_rows, size]. Arguments: x, out, number of accesses;
-    four numbers, if it is one of `SHAPED`."""
-    width, accesses = _flat(dtype, num_rows, size, alignment)
-    return Launch(_activation(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
-
-
-def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, accesses a row) for gate_up [num_rows, 2 size] -> out [num_rows, size], by one of `GATES`.
-
-    Arguments: gate_up, out, num_rows, accesses a row.
+    Arguments: x, y, out, number of accesses, four numbers. Out may be x or y; functions of one operand read no y.
     """
     width = access_width(dtype, size, alignment)
+    accesses = num_rows * size // width
+    return Launch(_elementwise(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
+
+
+def plan_glu(
+    name: str, num_rows: int, size: int, dtype: str, steps: tuple[int, int], *, alignment: int = 16
+) -> tuple[Launch, tuple[int, int, int]]:
+    """(launch, accesses a row, and from one row to the next of gate and up) by one of `GATES`.
+
+    Gate, up and out are [num_rows, size]; rows of gate and up are `steps` elements apart.
+
+    Arguments: gate, up, out, num_rows, the three numbers.
+    """
+    width = access_width(dtype, math.gcd(size, *steps), alignment)
     accesses = size // width
-    return Launch(_glu(name, dtype, width), *row_grid(num_rows, accesses)), accesses
-
-
-@functools.cache
-def _add_scaled(dtype: str, width: int) -> Specialisation:
-    """Arguments: x, y, out addresses; accesses of `width` elements; scale."""
-    walk = _walker(dtype, width, device_function(lambda x, y, scale: x + scale * y), has_two=True)
-
-    @cuda.jit
-    def add_scaled(x, y, out, num_accesses, scale):
-        walk(x, y, out, num_accesses, scale)
-
-    arguments = (types.uint64,) * 3 + (types.uint32, types.float32)
-    constants = {"dtype": dtype, "width": width}
-    return Specialisation(f"add_scaled_{dtype}_x{width}", add_scaled, arguments, THREADS, constants=constants)
-
-
-@functools.cache
-def _sigmoid_gate(dtype: str, width: int) -> Specialisation:
-    """Arguments: x, gate, out addresses; accesses of `width` elements."""
-    walk = _walker(dtype, width, device_function(lambda x, gate, _: x * sigmoid(gate)), has_two=True)
-
-    @cuda.jit
-    def sigmoid_gate(x, gate, out, num_accesses):
-        walk(x, gate, out, num_accesses, float32(0))
-
-    constants = {"dtype": dtype, "width": width}
-    arguments = (types.uint64,) * 3 + (types.uint32,)
-    return Specialisation(f"sigmoid_gate_{dtype}_x{width}", sigmoid_gate, arguments, THREADS, constants=constants)
-
-
-@functools.cache
-def _gelu_gate(dtype: str, width: int) -> Specialisation:
-    """Arguments: x, up, out addresses; rows; accesses a row of x and out; accesses from one row of up to the next."""
-    access_bytes = uint64(ITEM_BYTES[dtype] * width)
-    load, store = elements_loader(dtype, width), elements_storer(dtype, width)
-
-    @cuda.jit
-    def gelu_gate(x, up, out, num_rows, accesses_a_row, step):
-        wait_for_previous_grid()
-        launch_dependents()
-        values = cuda.local.array(width, float32)
-        column = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
-        row = uint32(cuda.blockIdx.y)
-        if column < accesses_a_row:
-            while row < num_rows:
-                at = (uint64(row) * uint64(accesses_a_row) + uint64(column)) * access_bytes
-                gate = load(x + at)
-                factor = load(up + (uint64(row) * uint64(step) + uint64(column)) * access_bytes)
-                for lane in range(width):
-                    values[lane] = _gelu_tanh(gate[lane]) * factor[lane]
-                store(out + at, values)
-                row += uint32(cuda.gridDim.y)
-
-    constants = {"dtype": dtype, "width": width}
-    arguments = (types.uint64,) * 3 + (types.uint32,) * 3
-    return Specialisation(f"gelu_gate_{dtype}_x{width}", gelu_gate, arguments, THREADS, constants=constants)
-
-
-@functools.cache
-def _scale_logits(width: int, is_capped: bool) -> Specialisation:
-    """Arguments: the logits' address; accesses of `width` elements; scale; cap; -2 / cap."""
-
-    @device_function
-    def scaled(x, _, numbers):
-        scale, cap, exponent = numbers
-        value = x * scale
-        if is_capped:
-            e = exp(absolute(value) * exponent)
-            capped = cap * divide(float32(1) - e, float32(1) + e)
-            if value < float32(0):
-                capped = -capped
-            value = capped
-        return value
-
-    walk = _walker("f32", width, scaled)
-
-    @cuda.jit
-    def scale_logits(logits, num_accesses, scale, cap, exponent):
-        walk(logits, logits, logits, num_accesses, (scale, cap, exponent))
-
-    arguments = (types.uint64, types.uint32, types.float32, types.float32, types.float32)
-    name = f"scale_logits{'_capped' if is_capped else ''}_x{width}"
-    return Specialisation(name, scale_logits, arguments, THREADS, constants={"width": width, "is_capped": is_capped})
+    launch = Launch(_glu(name, dtype, width), *row_grid(num_rows, accesses))
+    return launch, (accesses, steps[0] // width, steps[1] // width)
 
 
 @functools.cache
@@ -384,49 +310,15 @@ def plan_forbid(num_rows: int, num_ids: int) -> Launch:
     return Launch(_forbid(), flat_grid(num_rows * num_ids), (THREADS, 1, 1))
 
 
-def plan_add_scaled(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, number of accesses). Arguments: x, y, out, number of accesses, scale; out may be x or y."""
-    width, accesses = _flat(dtype, num_rows, size, alignment)
-    return Launch(_add_scaled(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
-
-
-def plan_sigmoid_gate(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, number of accesses). Arguments: x, gate, out, number of accesses; out may be x."""
-    width, accesses = _flat(dtype, num_rows, size, alignment)
-    return Launch(_sigmoid_gate(dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
-
-
-def plan_gelu_gate(
-    num_rows: int, size: int, step: int, dtype: str, *, alignment: int = 16
-) -> tuple[Launch, tuple[int, int]]:
-    """(launch, accesses a row and accesses from one row of up to the next, which are `step` elements apart) for x and
-    out [num_rows, size]. Arguments: x, up, out, num_rows, both."""
-    width = access_width(dtype, math.gcd(size, step), alignment)
-    accesses = size // width
-    return Launch(_gelu_gate(dtype, width), *row_grid(num_rows, accesses)), (accesses, step // width)
-
-
-def plan_scale_logits(num_rows: int, size: int, *, is_capped: bool, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, number of accesses). Arguments: logits, number of accesses, scale, cap, -2 / cap."""
-    width, accesses = _flat("f32", num_rows, size, alignment)
-    return Launch(_scale_logits(width, is_capped), flat_grid(accesses), (THREADS, 1, 1)), accesses
-
-
 def specialisations() -> Iterator[Specialisation]:
-    """Every kernel of this family, but that functions with numbers of their own are the vectors' alone."""
+    """Every kernel of this family, but that clamp and xielu are the vectors' alone."""
     for dtype in DTYPES:
-        for name in SHAPED:
-            yield _activation(name, dtype, VECTOR_WIDTH[dtype])
         for width in (1, VECTOR_WIDTH[dtype]):
             for name in GATES:
                 yield _glu(name, dtype, width)
-            for name in ACTIVATIONS:
-                yield _activation(name, dtype, width)
-            yield _add_scaled(dtype, width)
-            yield _sigmoid_gate(dtype, width)
-            yield _gelu_gate(dtype, width)
-    for width in (1, VECTOR_WIDTH["f32"]):
-        for is_capped in (False, True):
-            yield _scale_logits(width, is_capped)
+            for name in ELEMENTWISE:
+                is_of_vectors, is_of_logits = name in ("clamp", "xielu"), name.startswith("scale_logits")
+                if (width > 1 or not is_of_vectors) and (dtype == "f32" or not is_of_logits):
+                    yield _elementwise(name, dtype, width)
     yield _forbid()
     yield _keep_groups()

@@ -33,6 +33,7 @@ from runtime.backends.cuda_latent import (
 from runtime.backends.cuda_linear import (
     add_partials,
     deferred_norm,
+    gated,
     glu,
     linear,
     linear_glu,
@@ -67,28 +68,21 @@ GATES, GLU_ACTIVATIONS = _activation.GATES, _activation.GLU_ACTIVATIONS
 WEIGHT = TABLE = GpuWeight
 NORM_WEIGHTS = float32
 
-_plan_activation = remembered(_activation.plan_activation)
-_plan_add_scaled = remembered(_activation.plan_add_scaled)
+_plan_elementwise = remembered(_activation.plan_elementwise)
 _plan_embedding = remembered(_embedding.plan_embedding)
 _plan_forbid = remembered(_activation.plan_forbid)
 _plan_keep_groups = remembered(_activation.plan_keep_groups)
 _plan_layer_norm = remembered(_norm.plan_layer_norm)
 _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
-_plan_scale_logits = remembered(_activation.plan_scale_logits)
-_plan_sigmoid_gate = remembered(_activation.plan_sigmoid_gate)
-_plan_gelu_gate = remembered(_activation.plan_gelu_gate)
 
 # ------------------------------------------------------------------------------------------ linear, embedding
 
 
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
     """Multiplies ``logits [T, V]`` in place, and caps them unless ``softcap`` is None."""
-    launch, accesses = _plan_scale_logits(
-        *logits.shape, is_capped=softcap is not None, alignment=alignment(logits.address)
-    )
-    cap = softcap or 1.0
-    Gpu.of(logits.device).launch(launch, logits.address, accesses, scale, cap, -2.0 / cap)
+    name, cap = ("scale_logits", 1.0) if softcap is None else ("scale_logits_capped", softcap)
+    _elementwise(name, logits, None, logits, (scale, cap, -2.0 / cap))
 
 
 def forbid(logits: Tensor, token_ids: Tensor) -> None:
@@ -106,42 +100,31 @@ def keep_groups(logits: Tensor, scores: Tensor, columns: Tensor, num_best: int) 
     Gpu.of(logits.device).launch(_plan_keep_groups(rows, groups), *addresses, *sizes)
 
 
-def _rows_of(x: Tensor) -> tuple[int, int]:
-    """The rows of a tensor that is not empty, and their size."""
-    return x.size // x.shape[-1], x.shape[-1]
+def _elementwise(name: str, x: Tensor, y: Tensor | None, out: Tensor | None, numbers: tuple[float, ...] = ()) -> Tensor:
+    """One of `activation.ELEMENTWISE` in `out`, which may be x or y, or in a new tensor."""
+    result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
+    if x.size:
+        addresses, size = (x.address, 0 if y is None else y.address, result.address), x.shape[-1]
+        launch, accesses = _plan_elementwise(name, x.size // size, size, x.dtype.ptx, alignment=alignment(*addresses))
+        Gpu.of(x.device).launch(launch, *addresses, accesses, *(*numbers, 0.0, 0.0, 0.0, 0.0)[:4])
+    return result
 
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """See `ops.add_scaled`."""
-    result = Tensor.new(x.shape, x.dtype, x.device)
-    if x.size:
-        addresses = x.address, y.address, result.address
-        launch, accesses = _plan_add_scaled(*_rows_of(x), x.dtype.ptx, alignment=alignment(*addresses))
-        Gpu.of(x.device).launch(launch, *addresses, accesses, scale)
-    return result
+    return _elementwise("add_scaled", x, y, None, (scale,))
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """See `ops.sigmoid_gate`."""
-    result = Tensor.new(x.shape, x.dtype, x.device)
-    if x.size:
-        addresses = x.address, gate.address, result.address
-        launch, accesses = _plan_sigmoid_gate(*_rows_of(x), x.dtype.ptx, alignment=alignment(*addresses))
-        Gpu.of(x.device).launch(launch, *addresses, accesses)
-    return result
+    return _elementwise("sigmoid_gate", x, gate, None)
 
 
 def gelu_gate(x: Tensor, up: Tensor, first: int) -> Tensor:
     """See `ops.gelu_gate`."""
-    (rows, width), result = x.shape, Tensor.new(x.shape, x.dtype, x.device)
-    if x.size:
-        addresses = x.address, up.address + first * x.dtype.itemsize, result.address
-        row_bytes = up.shape[1] * x.dtype.itemsize
-        launch, (accesses, step) = _plan_gelu_gate(
-            rows, width, up.shape[1], x.dtype.ptx, alignment=alignment(*addresses, row_bytes)
-        )
-        Gpu.of(x.device).launch(launch, *addresses, rows, accesses, step)
-    return result
+    up_address = up.address + first * x.dtype.itemsize
+    rows, width = x.shape
+    return gated("gelu_tanh", x, (rows, width), up_address, (width, up.shape[1]))
 
 
 def _gather(op: str, ids: Tensor, table: Tensor | RowWeight, out: Tensor | None, multiplier: float = 1.0) -> Tensor:
@@ -209,14 +192,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def activate(function: str, x: Tensor, out: Tensor | None, factors: tuple[float, ...] = ()) -> Tensor:
-    """One of `activation.FUNCTIONS`, elementwise, with up to four numbers; ``out`` may be ``x``."""
-    result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
-    if x.size:
-        addresses = x.address, result.address
-        launch, accesses = _plan_activation(function, *_rows_of(x), x.dtype.ptx, alignment=alignment(*addresses))
-        numbers = (*factors, 0.0, 0.0, 0.0)[:4] if factors else ()
-        Gpu.of(x.device).launch(launch, *addresses, accesses, *numbers)
-    return result
+    """One of `activation.ELEMENTWISE` of one operand, with up to four numbers; ``out`` may be ``x``."""
+    return _elementwise(function, x, None, out, factors)
 
 
 # ------------------------------------------------------------------------------------------ attention

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba_kernels.cuda import adapter_ids as adapter_ids_kernel
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.activation import plan_activation
+from numba_kernels.cuda.activation import plan_elementwise
 from numba_kernels.cuda.experts import combine, order, router, routing
 from numba_kernels.cuda.experts import low_rank as low_rank_kernel
 from numba_kernels.cuda.experts.gather import SQUARE_COLUMNS
@@ -31,7 +31,7 @@ from runtime.linear.weight import LinearWeight, RowWeight
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 
-_plan_activation = remembered(plan_activation)
+_plan_elementwise = remembered(plan_elementwise)
 _plan_adapter_ids = remembered(adapter_ids_kernel.plan)
 _plan_combine = remembered(combine.plan)
 _plan_low_rank = remembered(low_rank_kernel.plan)
@@ -231,8 +231,8 @@ def _between(activation: str, x: Tensor) -> Tensor:
     """The activation between experts' maps, of ``x [R, 2 I]``, or ``[R, I]`` without a gate."""
     rows, width = x.shape
     if activation == "squared_relu":
-        launch, accesses = _plan_activation(activation, rows, width, x.dtype.ptx, alignment=alignment(x.address))
-        Gpu.of(x.device).launch(launch, x.address, x.address, accesses)
+        launch, accesses = _plan_elementwise(activation, rows, width, x.dtype.ptx, alignment=alignment(x.address))
+        Gpu.of(x.device).launch(launch, x.address, 0, x.address, accesses, 0.0, 0.0, 0.0, 0.0)
         return x
     return glu(x, activation)
 

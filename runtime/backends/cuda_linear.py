@@ -260,16 +260,21 @@ def _product(
     )  # fmt: skip
 
 
+def gated(activation: str, gate: Tensor, shape: tuple[int, int], up: int, steps: tuple[int, int]) -> Tensor:
+    """f(gate) up, ``[rows, size]``. `up` is an address; rows of gate and up are `steps` elements apart."""
+    result = Tensor.new(shape, gate.dtype, gate.device)
+    if result.size:
+        addresses = gate.address, up, result.address
+        launch, sizes = _plan_glu(activation, *shape, gate.dtype.ptx, steps, alignment=alignment(*addresses))
+        Gpu.of(gate.device).launch(launch, *addresses, shape[0], *sizes)
+    return result
+
+
 def glu(gate_up: Tensor, activation: str) -> Tensor:
     """See `ops.glu`."""
     rows, both = gate_up.shape
-    width = both // 2
-    result = Tensor.new((rows, width), gate_up.dtype, gate_up.device)
-    if rows and width:
-        addresses = gate_up.address, result.address
-        launch, accesses = _plan_glu(activation, rows, width, gate_up.dtype.ptx, alignment=alignment(*addresses))
-        Gpu.of(gate_up.device).launch(launch, *addresses, rows, accesses)
-    return result
+    up = gate_up.address + both // 2 * gate_up.dtype.itemsize
+    return gated(activation, gate_up, (rows, both // 2), up, (both, both))
 
 
 def _rounded_rows(gpu: Gpu, x: Tensor, planned: Planned, norm: RmsNorm | None) -> tuple[int, int, Any]:

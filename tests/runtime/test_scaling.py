@@ -176,3 +176,14 @@ def test_a_norms_size_is_that_of_a_head_or_of_all_heads(device: str) -> None:
     for sizes, argument, wanted in (((8, 16), "q_norm", 32), ((32, 8), "k_norm", 16), ((9, 16), "q_norm", 32)):
         with pytest.raises(InvalidArgumentError, match=rf"qkv_prepare: {argument} .*must be \[{wanted}\]"):
             prepare(*sizes)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5)])
+def test_gelu_gate_on_a_gpu_is_the_cpu_s(shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(6)
+    x, up = (rng.standard_normal(size).astype(np.float32) for size in (shape, (shape[0], 3 * shape[1])))
+    tensors = [Tensor.from_numpy(each).to("bfloat16") for each in (x, up)]
+    expected = ops.gelu_gate(*(each.to("float32") for each in tensors), shape[1])
+    actual = ops.gelu_gate(*(each.to("emulated:sm_90a") for each in tensors), shape[1])
+    np.testing.assert_allclose(actual.to("cpu").to("float32").array, expected.array, rtol=2.0**-8, atol=1e-6)

@@ -246,9 +246,10 @@ def swiglu_case(rows: int, size: int) -> Case:
 
     def prepare(inputs: Inputs) -> Prepared:
         x = inputs.normal((rows, 2 * size), "bf16")
-        launch, accesses = activation.plan_glu("silu", rows, size, "bf16")
+        launch, sizes = activation.plan_glu("silu", rows, size, "bf16", (2 * size, 2 * size))
         out = inputs.result(rows * size * 2)
-        run = inputs.bind((launch, (inputs.put(x), out, rows, accesses)))
+        source = inputs.put(x)
+        run = inputs.bind((launch, (source, source + size * 2, out, rows, *sizes)))
         gate, up = (part.astype(np.float32) for part in np.split(x, 2, axis=1))
         expected = gate / (1 + np.exp(-gate)) * up
         chosen = sampled(rows)

@@ -25,10 +25,10 @@ def expected(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def run(gpu: Gpu, name: str, x: np.ndarray, dtype: str, *, in_place: bool = False) -> np.ndarray:
-    launch, accesses = activation.plan_activation(name, 1, x.size, dtype)
+    launch, accesses = activation.plan_elementwise(name, 1, x.size, dtype)
     source = put(gpu, x)
     out = source if in_place else empty(gpu, x.shape, dtype)
-    gpu.launch(launch, source.address, out.address, accesses)
+    gpu.launch(launch, source.address, 0, out.address, accesses, 0.0, 0.0, 0.0, 0.0)
     return get(gpu, out, x.shape, dtype)
 
 
@@ -48,10 +48,10 @@ def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
 def test_rows_beside_a_row_do_not_choose_its_kernel(size: int) -> None:
     """Versions of different access widths may round differently."""
     for plan in (
-        lambda rows: activation.plan_activation("gelu_erf", rows, size, "f32"),
-        lambda rows: activation.plan_add_scaled(rows, size, "f32"),
-        lambda rows: activation.plan_sigmoid_gate(rows, size, "f32"),
-        lambda rows: activation.plan_scale_logits(rows, size, is_capped=True),
+        lambda rows: activation.plan_elementwise("gelu_erf", rows, size, "f32"),
+        lambda rows: activation.plan_elementwise("add_scaled", rows, size, "f32"),
+        lambda rows: activation.plan_elementwise("sigmoid_gate", rows, size, "f32"),
+        lambda rows: activation.plan_elementwise("scale_logits_capped", rows, size, "f32"),
     ):
         (alone, one), (beside, many) = plan(1), plan(24)
         assert alone.specialisation is beside.specialisation
@@ -68,9 +68,9 @@ def test_functions_with_numbers_of_their_own(gpu: Gpu, name: str, numbers: tuple
     rng = np.random.default_rng(4)
     for size in SIZES[:14]:
         x = (rng.standard_normal(size) * 3).astype(numpy_dtype(dtype))
-        launch, accesses = activation.plan_activation(name, 1, size, dtype)
+        launch, accesses = activation.plan_elementwise(name, 1, size, dtype)
         source, out = put(gpu, x), empty(gpu, x.shape, dtype)
-        gpu.launch(launch, source.address, out.address, accesses, *numbers)
+        gpu.launch(launch, source.address, 0, out.address, accesses, *numbers)
         expected = dense.clamp(x, numbers[0]) if name == "clamp" else dense.xielu(x, *numbers)
         assert_close(get(gpu, out, x.shape, dtype), expected, rtol=ROUNDING[dtype], atol=1e-6)
 
@@ -103,8 +103,9 @@ def test_glu(gpu: Gpu, name: str, dtype: str) -> None:
     shapes = [(1, size) for size in SIZES[:18]] + [(3, 5), (17, 8), (5, 96), (2, 1000), (70, 16)]
     for num_rows, size in shapes:
         gate_up = (rng.standard_normal((num_rows, 2 * size)) * 3).astype(numpy_dtype(dtype))
-        launch, accesses = activation.plan_glu(name, num_rows, size, dtype)
+        launch, sizes = activation.plan_glu(name, num_rows, size, dtype, (2 * size, 2 * size))
         source, out = put(gpu, gate_up), empty(gpu, (num_rows, size), dtype)
-        gpu.launch(launch, source.address, out.address, num_rows, accesses)
+        up = source.address + size * gate_up.itemsize
+        gpu.launch(launch, source.address, up, out.address, num_rows, *sizes)
         product = dense.glu(gate_up, name)
         assert_close(get(gpu, out, (num_rows, size), dtype), product, rtol=ROUNDING[dtype], atol=SMALLEST[dtype])
