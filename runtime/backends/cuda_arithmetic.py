@@ -13,16 +13,13 @@ from numba_kernels.cuda.arithmetic import elementwise as _elementwise
 from numba_kernels.cuda.arithmetic import integer_matmul as _integer_matmul
 from numba_kernels.cuda.arithmetic import reduce as _reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
-from runtime.backends.cuda_tensor import alignment, upload_together
-from runtime.device.allocator import DeviceBlock
+from runtime.backends.cuda_tensor import alignment, kept
 from runtime.device.gpu import Gpu
-from runtime.dtype import DType, NDArray, bool_, float32, int32, int64
+from runtime.dtype import DType, bool_, float32, int32, int64
 from runtime.tensor import views
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import Shape
 
-MOST_LAYOUTS = 1 << 14
-"""Layouts that a device keeps, of a few hundred bytes each; none is freed, since recordings read them."""
 _DTYPES = {"f32": "float32", "s64": "int64", "s32": "int32"}
 
 
@@ -71,19 +68,8 @@ def write_elementwise(op: str, operands: Sequence[Tensor], target: Tensor, compu
             write_elementwise(op, [operand[index] for operand in expanded_operands], target[index], compute)
         return
     columns = [*range(len(values)), *([2] if condition else []), 3]
-    table = _layout(gpu, _elementwise.pack_layout(shape, dict(zip(columns, merged))))
+    table = kept(gpu, _elementwise.pack_layout(shape, dict(zip(columns, merged))))
     gpu.launch(launch, *addresses, target.address, table.address, *common, 0, 0, 0, 0)
-
-
-def _layout(gpu: Gpu, packed: NDArray) -> DeviceBlock:
-    """A layout on the device. Layouts are kept, so that what has run once can be recorded into a graph."""
-    key = gpu.stream, packed.tobytes()
-    found: DeviceBlock | None = gpu.layouts.get(key)
-    if found is None:
-        found = gpu.upload_to_keep(packed)
-        if len(gpu.layouts) < MOST_LAYOUTS:
-            gpu.layouts[key] = found
-    return found
 
 
 def merge_axes(shape: Shape, strides: Sequence[Shape]) -> tuple[Shape, list[Shape]]:
@@ -107,23 +93,22 @@ def merge_axes(shape: Shape, strides: Sequence[Shape]) -> tuple[Shape, list[Shap
 def reduce(operation: str, tensor: Tensor, axes: Shape, keepdims: bool) -> Tensor:
     """One of `reduce.OPERATIONS` over axes; an empty reduction only of sum and mean."""
     name = kernel_dtype(tensor.dtype)
-    kept = [axis for axis in range(tensor.ndim) if axis not in axes]
-    shape = tuple(tensor.shape[axis] for axis in kept)
+    kept_axes = [axis for axis in range(tensor.ndim) if axis not in axes]
+    shape = tuple(tensor.shape[axis] for axis in kept_axes)
     named = _reduce.result_dtype(operation, name)
     dtype = tensor.dtype if named == name else DType.parse(_DTYPES[named])
     target = Tensor.empty(shape, dtype, tensor.device)
     num_reduced = math.prod(tensor.shape[axis] for axis in axes)
     if target.size:
-        tables = []
-        for group in (kept, sorted(axes)):
+        gpu, tables = Gpu.of(tensor.device), []
+        for group in (kept_axes, sorted(axes)):
             strides = tuple(tensor.strides[axis] * tensor.dtype.itemsize for axis in group)
             sizes, (steps,) = merge_axes(tuple(tensor.shape[axis] for axis in group), [strides])
-            tables.append(_reduce.pack_axes(sizes, steps))
-        kept_table, reduced_table = upload_together(tables, tensor.device)
+            tables.append(kept(gpu, _reduce.pack_axes(sizes, steps)).address)
         launch = _reduce.plan(operation, name, target.size, num_reduced)
-        Gpu.of(tensor.device).launch(
-            launch, tensor.address, target.address, kept_table.address, reduced_table.address, target.size,
-            num_reduced, CODES[name], CODES[named], dtype.itemsize, float(num_reduced),
+        gpu.launch(
+            launch, tensor.address, target.address, *tables, target.size, num_reduced, CODES[name], CODES[named],
+            dtype.itemsize, float(num_reduced),
         )  # fmt: skip
     if keepdims:
         return target.view(tuple(1 if axis in axes else size for axis, size in enumerate(tensor.shape)))

@@ -22,6 +22,8 @@ from runtime.tensor.views import contiguous_strides
 _ALIGNMENT = 16
 _LEAST_ZEROS = 4096
 MOST_PLANS = 1024
+MOST_KEPT = 1 << 14
+"""Layouts and numbers that a device keeps, of a few hundred bytes each; none is freed, since recordings read them."""
 
 Plan = TypeVar("Plan", bound=Callable[..., Any])
 
@@ -58,6 +60,26 @@ def upload_together(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
     if size:
         Gpu.of(device).write(storage.address, packed)
     return tensors
+
+
+def kept(gpu: Gpu, array: NDArray) -> DeviceBlock:
+    """A small array on the device, kept there, so that what has run once can be recorded into a graph."""
+    key = gpu.stream, array.tobytes()
+    found: DeviceBlock | None = gpu.kept.get(key)
+    if found is None:
+        found = gpu.upload_to_keep(array)
+        if len(gpu.kept) < MOST_KEPT:
+            gpu.kept[key] = found
+    return found
+
+
+def operand(tensor: Tensor, device: Device) -> Tensor:
+    """An operand from the host on a GPU, which is only read. One number is kept there."""
+    if tensor.size != 1:
+        return upload(tensor.array, device)
+    block = kept(Gpu.of(device), tensor.array)
+    storage = Storage(device, tensor.dtype.itemsize, None, block, block.address)
+    return Tensor(storage, tensor.dtype, tensor.shape, contiguous_strides(tensor.shape), 0)
 
 
 def download(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Gpu:
         allocator: its memory.
         pinned: pinned host memory.
         kernel_cache: compiled kernels on disk.
-        layouts: strides of operands that were sent there, by stream and content; the backend's.
+        kept: layouts and numbers that were sent there, by stream and content; the backend's.
         plans: of products there, by kind of weight, as long as there is such a weight; the backend's.
     """
 
@@ -74,7 +74,7 @@ class Gpu:
         self._lock = threading.Lock()  # of the kernels
         self._bound = _BoundOfThread()
         self._tensor_maps: OrderedDict[TensorMapLayout, TensorMaps] = OrderedDict()
-        self.layouts: dict[tuple[Stream, bytes], Any] = {}
+        self.kept: dict[tuple[Stream, bytes], Any] = {}
         self.plans: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self._copies: HostCopies | None = None
 

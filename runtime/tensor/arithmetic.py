@@ -301,7 +301,7 @@ def _one_device(op: str, device: Device, tensor: Tensor) -> Tensor:
 
 def _taken_to(op: str, device: Device, original: Operand, tensor: Tensor) -> Tensor:
     """Moves a numpy array or number to the device; a Tensor must be there already."""
-    return _one_device(op, device, tensor) if isinstance(original, Tensor) else tensor.to(device)
+    return _one_device(op, device, tensor) if isinstance(original, Tensor) else cuda_tensor.operand(tensor, device)
 
 
 def _gpu_computes_in(dtype: DType) -> DType:

@@ -272,6 +272,17 @@ def test_strided_copies_can_be_recorded() -> None:
     assert np.array_equal(graph.result.to("cpu").array, expected)
 
 
+def test_numbers_and_reductions_can_be_recorded() -> None:
+    """They copy nothing from the host once they have run."""
+    gpu = Gpu.of(DEVICE)
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    x = Tensor.from_numpy(array).to(DEVICE)
+    graph = Graph.capture(gpu, lambda: ((x + 1) * 0.5).sum(axis=0) + 2)
+    x[:] = x + x
+    graph.replay()
+    assert np.array_equal(graph.result.to("cpu").array, (array + 0.5).sum(axis=0) + 2)
+
+
 def test_a_recording_keeps_no_layout_in_memory_of_others() -> None:
     """A layout that a recording is the first to need stays valid when the pool's other graphs write their memory."""
     gpu = Gpu.of(DEVICE)
