@@ -296,51 +296,39 @@ def pooled_texts(x: Tensor, query_start: Tensor, pooling: str) -> Tensor:
 def activate(function: str, x: Tensor, out: Tensor | None, factors: tuple[float, ...] = ()) -> Tensor:
     """The kernel `function` of `numba_kernels.cpu.activation`, elementwise, with up to four numbers; ``out`` may be
     ``x``."""
-    result = new(x.shape) if out is None else out
     width = x.shape[-1] if x.ndim else 1
-    rows = x.size // width if width else 0
+    return _gated(function, x, 0, (width, width), new(x.shape) if out is None else out, factors)
+
+
+def _gated(
+    function: str, gate: Tensor, up: int, steps: tuple[int, int], out: Tensor, factors: tuple[float, ...] = ()
+) -> Tensor:
+    """f(gate) up in `out`, which is returned. `up` is an address, or 0 without a factor; rows of gate and up are
+    `steps` elements apart."""
+    width = out.shape[-1] if out.ndim else 1
+    rows = out.size // width if width else 0
     work_items, workers, rows_a_work_item = share_among(rows, width * 8)
     _activation.activation_kernel(function)(
-        work_items, workers, x.address, 0, result.address, rows, width, width, width, rows_a_work_item,
+        work_items, workers, gate.address, up, out.address, rows, width, *steps, rows_a_work_item,
         *(*factors, 0.0, 0.0, 0.0, 0.0)[:4],
     )  # fmt: skip
-    return result
+    return out
 
 
 def glu(gate_up: Tensor, activation: str) -> Tensor:
     """See `ops.glu`."""
     rows, both = gate_up.shape
-    width = both // 2
-    result = new((rows, width))
-    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
-    gate = gate_up.address
-    _activation.activation_kernel(activation)(
-        work_items, workers, gate, gate + width * 4, result.address, rows, width, both, both, rows_a_work_item,
-        0.0, 0.0, 0.0, 0.0,
-    )  # fmt: skip
-    return result
+    return _gated(activation, gate_up, gate_up.address + both // 2 * 4, (both, both), new((rows, both // 2)))
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """See `ops.sigmoid_gate`."""
-    (rows, width), result = x.shape, new(x.shape)
-    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
-    _activation.activation_kernel("sigmoid")(
-        work_items, workers, gate.address, x.address, result.address, rows, width, width, width, rows_a_work_item,
-        0.0, 0.0, 0.0, 0.0,
-    )  # fmt: skip
-    return result
+    return _gated("sigmoid", gate, x.address, (x.shape[1], x.shape[1]), new(x.shape))
 
 
 def gelu_gate(x: Tensor, up: Tensor, first: int) -> Tensor:
     """See `ops.gelu_gate`."""
-    (rows, width), result = x.shape, new(x.shape)
-    work_items, workers, rows_a_work_item = share_among(rows, width * 8)
-    _activation.activation_kernel("gelu_tanh")(
-        work_items, workers, x.address, up.address + first * 4, result.address, rows, width, width, up.shape[1],
-        rows_a_work_item, 0.0, 0.0, 0.0, 0.0,
-    )  # fmt: skip
-    return result
+    return _gated("gelu_tanh", x, up.address + first * 4, (x.shape[1], up.shape[1]), new(x.shape))
 
 
 def linear_glu(
