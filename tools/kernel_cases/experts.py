@@ -187,9 +187,10 @@ def _with_packing(format: str, tile_rows: int) -> Callable[..., Launch]:
 
 
 def _with_rows(format: str) -> Callable[..., Launch]:
-    packing = FORMATS[format].packing
+    """On few multiprocessors, so that most warps of a block have columns, as in a model's layer."""
+    packing, num_sms = FORMATS[format].packing, 11
     return lambda tiles, columns, _, activation: packed_rows.plan(
-        tiles, columns, _K, packing, activation, "sm_90a", 132
+        tiles, columns, _K, packing, activation, "sm_90a", num_sms
     )
 
 
