@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_634,
     "server": 23_630,
     "tokenizer": 7_628,
-    "tools": 20_994,
+    "tools": 21_087,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -29,6 +29,7 @@ from runtime.linear.experts import ExpertsWeight
 from runtime.linear.weight import GpuWeight, RowWeight
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
+from tools.kernel_cases import torch_peers
 from tools.kernel_cases.operation import Recorded, put, recorded
 from tools.kernel_cases.quantised_layers import FORMATS, Layer, float_layer, packed_layer
 
@@ -101,6 +102,8 @@ class Mixture:
             if has_peer:
                 dense = self._dense(inputs)
                 ready.peers, ready.notes["dense_kernels"] = {"bf16": dense}, dense.kernels
+                if self.format == "bf16" and self.activation == "silu" and not self.has_bias:
+                    ready.torch = torch_peers.of_experts(x, ids, shares, layers)
             return ready
 
         ids, shares = self.choices()

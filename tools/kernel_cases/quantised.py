@@ -24,6 +24,7 @@ from runtime.bench.kernels.case import TOLERANCE, Case, Inputs, Prepared, sample
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import PackedWeight
 from runtime.tensor.tensor import Tensor
+from tools.kernel_cases import torch_peers
 from tools.kernel_cases.operation import Recorded, put, recorded
 from tools.kernel_cases.quantised_layers import FORMATS, dynamic_quantisation, float_layer, packed_layer, planned_of
 
@@ -77,6 +78,8 @@ def served_case(format: str, m: int, n: int, k: int, use: Use = "plain", *, has_
             floats = float_layer(gpu, n, k).weight
             theirs = Recorded(gpu, lambda: ops.linear(given, floats))
             ready.peers, ready.notes["bf16_kernels"] = {"bf16": theirs}, theirs.kernels
+            is_rounded = planned_of(weight).rounding is not None
+            ready.torch = torch_peers.of_product(format, x, layer, is_rounded=is_rounded) if use == "plain" else None
         return ready
 
     least_bytes = weight_bytes_of(format, n, k) + 2 * m * (n + k)
