@@ -73,8 +73,9 @@ def take_tile(given, round_, lane):
         place = uint32(uint32(size - uint32(1)) - place)
     item = uint32(round_ * size + place)
     row_tile = divide_u32(item, given.num_kv_heads)
+    group = minimum_u32(given.most_keys, uint32(32))
     seq, first_token, query_len, seq_len, first = find_tile(
-        given.query_start, given.seq_lens, given.num_seqs, given.tile_tokens, row_tile, lane
+        given.query_start, given.seq_lens, given.num_seqs, given.tile_tokens, group, row_tile, lane
     )
     return Tile(item, uint32(item - row_tile * given.num_kv_heads), seq, first_token, query_len, seq_len, first)
 

@@ -24,9 +24,16 @@ from numba import uint32, uint64
 from numba_kernels.cuda.attention.tiles import WIDE, head_row
 from numba_kernels.cuda.intrinsics import mbarrier, tma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.math import divide_u32
+from numba_kernels.cuda.intrinsics.math import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import shared_load_4xb32, shared_store_4xb32, store_4xb32
-from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, shuffle_index_b32, sum_to_lane_u32, sync_warp
+from numba_kernels.cuda.intrinsics.warp import (
+    ballot,
+    count_b32,
+    maximum_u32_of_warp,
+    shuffle_index_b32,
+    sum_u32_of_warp,
+    sync_warp,
+)
 from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.specialisation import TensorMapLayout
 
@@ -164,42 +171,53 @@ def expanded_layout(
 
 
 @device_function
-def find_tile(query_start, seq_lens, num_seqs, tile_tokens, index, lane):
+def _tiles_above(tiles, top, level):
+    """How many of a sequence's tiles see more than `level` times a tile's tokens; `top` times is what the last sees."""
+    return minimum_u32(tiles, uint32(top - minimum_u32(top, level)))
+
+
+@device_function
+def find_tile(query_start, seq_lens, num_seqs, tile_tokens, group, index, lane):
     """Tile `index` of the batch's: (sequence, its first token, query length and length, the tile's first token of it).
 
-    Tiles of a sequence lie side by side, the last first, since it sees the most keys. The sequence is num_seqs where
-    there are fewer tiles. All lanes of a warp call it together.
+    The tiles of `group` sequences, 32 at most, lie side by side, those that see the most keys first. The sequence is
+    num_seqs where there are fewer tiles. All lanes of a warp call it together, one for each sequence.
     """
     seq = num_seqs
-    first_token = uint32(0)
-    query_len = uint32(0)
-    seq_len = uint32(0)
-    first = uint32(0)
-    before = uint32(0)
+    first_token, query_len, seq_len, first = uint32(0), uint32(0), uint32(0), uint32(0)
     base = uint32(0)
     while base < num_seqs:
         own = uint32(base + lane)
-        own_first = uint32(0)
-        own_len = uint32(0)
-        own_seq_len = uint32(0)
-        if own < num_seqs:
+        own_first, own_len, own_seq_len = uint32(0), uint32(0), uint32(0)
+        if lane < group and own < num_seqs:
             own_first = uint32(query_start[own])
             own_len = uint32(uint32(query_start[uint32(own + uint32(1))]) - own_first)
             own_seq_len = uint32(seq_lens[own])
-        behind = uint32(
-            before + sum_to_lane_u32(divide_u32(uint32(own_len + tile_tokens - uint32(1)), tile_tokens))
-        )  # tiles up to the sequence's last
-        last = shuffle_index_b32(behind, uint32(31))
-        if index < last:
-            place = count_b32(ballot(uint32(behind <= index)))  # sequences of these 32 that end before the tile
-            seq = uint32(base + place)
+        tiles = divide_u32(uint32(own_len + tile_tokens - uint32(1)), tile_tokens)
+        top = divide_u32(uint32(own_seq_len + tile_tokens - uint32(1)), tile_tokens)
+        top = uint32(tiles + (top - minimum_u32(top, tiles)))  # of padding it is less
+        count = shuffle_index_b32(sum_u32_of_warp(tiles), uint32(0))  # so that ptxas knows it is uniform
+        base = uint32(base + group)
+        if index < count:
+            level, high = uint32(0), maximum_u32_of_warp(top)
+            while level < high:  # the smallest level that no more tiles are above
+                middle = uint32((level + high) >> uint32(1))
+                if sum_u32_of_warp(_tiles_above(tiles, top, middle)) <= index:
+                    high = middle
+                else:
+                    level = uint32(middle + uint32(1))
+            index = uint32(index - sum_u32_of_warp(_tiles_above(tiles, top, level)))
+            has_one = top >= level and uint32(top - level) < tiles
+            below = count_b32(uint32(ballot(uint32(has_one)) & uint32((uint32(1) << lane) - uint32(1))))
+            found = ballot(uint32(has_one and below == index))
+            place = count_b32(uint32(found - uint32(1)))
+            seq = uint32(uint32(base - group) + place)
             first_token = shuffle_index_b32(own_first, place)
             query_len = shuffle_index_b32(own_len, place)
             seq_len = shuffle_index_b32(own_seq_len, place)
-            first = uint32(uint32(uint32(shuffle_index_b32(behind, place) - index) - uint32(1)) * tile_tokens)
+            first = shuffle_index_b32(uint32(uint32(tiles + level - top - uint32(1)) * tile_tokens), place)
             base = num_seqs
-        before = last
-        base = uint32(base + uint32(32))
+        index = uint32(index - count)
     return seq, first_token, query_len, seq_len, first
 
 

@@ -34,6 +34,7 @@ _MOST_VERIFIED = 8  # queries of a sequence that tries proposals
 _SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot use all the bandwidth
 _DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds
 _SHORT_BYTES = 32 << 20  # of a batch's keys and values: some 8 us on an H200
+_CACHED_BYTES = 32 << 20  # of keys and values that the second-level cache keeps while tiles of all of them are computed
 _WAVES = 2  # of blocks, where one cannot hold them; four took 3 to 5 % longer (docs/measurements, 2026-11-26, an H200)
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
 _MAX_GRID_YZ = 65535
@@ -48,7 +49,8 @@ class AttentionPlan:
         launch: its arguments are `arguments`.
         workspace_bytes: device memory that it needs, 16-byte aligned; 0 for none. For the naive tier it ends as the
             softmax weights, float32 [num_tokens, num_q_heads, workspace_columns].
-        workspace_columns: weights a row (naive), blocks that a KV head's keys are to be cut into (decode), or 1.
+        workspace_columns: weights a row (naive), blocks that a KV head's keys are to be cut into (decode), sequences
+            whose tiles lie in the order of their keys (flash_hopper), or 1.
         shape: num_tokens, num_q_heads, num_kv_heads, table_width, window, num_seqs, as the kernels take them.
         num_arrivals: uint32 of device memory that are zeros before the launch, and after it; 0 for none.
         prepares: whether the kernel prepares its heads: q is qkv, and `prepared_heads.ARGUMENT_TYPES` and the norms'
@@ -162,6 +164,8 @@ def plan(
             tier = "flash_hopper"
         else:
             tier = "flash"
+    most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
+    key_bytes = 2 * num_kv_heads * head_dim * (1 if pages else ITEM_BYTES[dtype])
     shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW), num_seqs
     variant = Variant(window is not None, has_sinks, softcap or 0.0, pages, has_spans)
     if tier == "naive":
@@ -184,7 +188,7 @@ def plan(
             num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, num_blocks=num_blocks,
             num_sms=num_sms,
         )  # fmt: skip
-        return AttentionPlan(tier, attend, 0, 1, shape)
+        return AttentionPlan(tier, attend, 0, max(1, min(32, _CACHED_BYTES // max(1, most_keys * key_bytes))), shape)
     if tier == "flash":
         tile_rows = _flash_rows(dtype, head_dim, rows, arch)
         if dtype == "f32":
@@ -216,8 +220,6 @@ def plan(
         block = decode_block(dtype, head_dim, num_rows, pages, prepares=prepared is not None)
         shared_bytes, turn_keys = block.shared_bytes, block.turn_keys
     tiles = min(num_seqs * -(-rows // num_rows), num_seqs + num_tokens * share // num_rows)  # of a KV head, at most
-    most_keys = min(max_seq_len, window + max_query_len) if window else max_seq_len
-    key_bytes = 2 * num_kv_heads * head_dim * (1 if pages else ITEM_BYTES[dtype])
     # Half is left to the next product, which brings its weights meanwhile. Single blocks of a half stream slower.
     is_short = arch in HALF_SHARED_BYTES and num_seqs * most_keys * key_bytes <= _SHORT_BYTES
     blocks_per_sm = _DECODE_BLOCKS_PER_SM if head_dim <= WIDE and not is_short else 1
