@@ -7,8 +7,8 @@ of 16 bytes (`packing.py`). Both factors may take K in any order, and x is the o
 - the TMA brings a stage's slots of 16 tiles of 8 rows, 512 bytes each, and their groups' scales, as they are stored;
 - another one exchanges words of x in its stage, once the TMA has brought it: word i of chunks 0 to 3 of a step go to
   chunk i. The 16 bytes of a lane are its pairs then;
-- a warp that multiplies has 16 rows of the weight. It unpacks 32 of K into registers while the tensor cores
-  multiply those before.
+- a warp that multiplies has 16 rows of the weight. It unpacks half a stage into registers, and the tensor cores
+  multiply that while the block's other group unpacks.
 
 Where a group's scale suffices for a stage (`weight_stream.settles`), it multiplies the stage's float32 sums, else the
 numbers, rounded.

@@ -14,8 +14,8 @@ weight comes first, and the product is ``out^T = weight . x^T``:
   the warps that have left and taken sums, so the thread that fills the ring waits for nothing of this;
 - parts of K are equally many stages. Beyond K they are zeros, which no memory is read for.
 
-Low-rank sums of adapters may ride on the launch (`riding`, `adapters.tiles`), of up to `riding.MAX_ROWS` rows: three
-warps more expand a tile's sums while the others multiply it. They take the registers that those can spare.
+Low-rank sums of adapters may ride on the launch (`riding`, `adapters.tiles`), of up to `riding.MAX_ROWS` rows: two
+or three warps more expand a tile's sums while the others multiply it. They take the registers that those can spare.
 
 A packed weight (`few_packed`) is unpacked by the warps that multiply it, which take registers of the others; another
 warp more puts x into its order.
@@ -58,7 +58,7 @@ LEAST_ROWS = 3
 NORMED_ROWS = 5  # that `quantised_gemv` normalises itself, which spares two launches a layer
 MAX_PACKED_ROWS = 32  # for more rows half of a multiprocessor has too few registers, and `hopper_packed` takes them
 WARPS = 8  # that multiply
-BLOCK_WARPS = 12  # whole groups of four; of the last one a thread loads, and three warps expand
+BLOCK_WARPS = 12  # whole groups of four; of the last one a thread loads, and two or three warps expand
 EXPANDING = 3
 STEPS_IN_FLIGHT = {16: 1, 32: 2}  # of a warp that shrinks: more take too many registers
 _REGISTERS = {
