@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda, types
@@ -94,48 +95,49 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """How a warp takes a group of K, steps of all slots that it has in registers.
+
+    Attributes:
+        stream: the weight.
+        operands: the order of the factors.
+        num_stages, stage_bytes: of x in shared memory.
+        num_x_words, num_sums: registers of a lane.
+        take: a group's steps.
+        load_early: of the weight, before the previous grid has ended.
+        copy_first: of x.
+    """
+
+    stream: Any
+    operands: Any
+    num_stages: int
+    stage_bytes: int
+    num_x_words: int
+    num_sums: int
+    take: Any
+    load_early: Any
+    copy_first: Any
+
+
 @functools.cache
-def _kernel(
-    dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "", has_clusters: bool = False,
-    takes_adapters: bool = False,
-) -> Specialisation:  # fmt: skip
-    leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
-    is_gated, is_packed, packing = activation != "", weight != dtype, packing_of(weight)
-    columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
+def _group_of(dtype: str, weight: str, row_tiles: int, is_gated: bool, has_clusters: bool) -> _Group:
+    is_packed, packing = weight != dtype, packing_of(weight)
     num_parts = 4 if has_clusters and row_tiles == 4 else 1  # of x, which a warp has in registers one at a time
     stream = weight_stream(weight, dtype, row_tiles, is_gated, num_parts > 1)
-    num_slots, steps_a_slot, num_steps = stream.num_slots, stream.steps_a_slot, stream.num_steps
-    group, unit = num_steps * STEP, stream.unit
-    place_stream, advance = stream.place, stream.advance
-    has_row_blocks = is_packed and (row_tiles > 1 or has_clusters)
-    operands, is_settled = (weight_first if is_packed else x_first)(dtype, row_tiles), stream.is_settled
-    store_sums = operands.store_sums
-    out_bytes = ITEM_BYTES[out_dtype]
-    block_rows, num_stages = 16 * row_tiles, num_stages_of(weight, row_tiles, has_clusters=has_clusters)
+    steps_a_slot, is_settled = stream.steps_a_slot, stream.is_settled
+    operands = (weight_first if is_packed else x_first)(dtype, row_tiles)
+    num_stages = num_stages_of(weight, row_tiles, has_clusters=has_clusters)
     together = steps_together(weight, row_tiles)  # steps of x that are waited for at once
     num_waits = num_stages // together
-    commit, wait_for_all = memory.copy_async_commit, memory.copy_async_wait(0)
-    wait_for_next = memory.copy_async_wait(num_waits - 2)
-    stage_bytes, sums_bytes = 2 * row_tiles * TILE_BYTES, row_tiles * 16 * COLUMNS * 4
-    part_tiles = row_tiles // num_parts
-    num_x_words, num_sums = 8 * part_tiles, 16 * row_tiles  # registers of a lane
-    num_parts_sums, num_factors = num_sums if is_settled else 1, NOTHING + 1
-    num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
-    num_tiles = 2 * row_tiles  # of 8 rows
+    commit, wait_for_next = memory.copy_async_commit, memory.copy_async_wait(num_waits - 2)
+    stage_bytes, part_tiles = 2 * row_tiles * TILE_BYTES, row_tiles // num_parts
     # ptxas loads x of a slot's four steps early and multiplies late: of 64 rows it then runs out of registers.
     # Unpacking e2m1 takes most.
     steps_apart: tuple[int, ...] = ()
     if packing is not None and row_tiles == 4:
         steps_apart = (1, 2, 3) if packing.element == "e2m1" else (2,)
-    finish_sums = sums_finisher(
-        dtype, out_dtype, operands.flip_of, sums_bytes, (stream.scale_columns, stream.scale_column), activation,
-        has_clusters=has_clusters, takes_adapters=takes_adapters,
-    )  # fmt: skip
-    copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
-    shrink = tiles.shrinker(dtype, BLOCK_WARPS, tiles.steps_in_flight(row_tiles)) if takes_adapters else None
-    num_adapted_parts = 2 if is_gated else 1
-    expand = tiles.expander(dtype) if takes_adapters else None
-    prepare = tiles.preparer(num_adapted_parts) if takes_adapters else None
+    copy_tiles = copy_rows_of_tiles(2 * row_tiles, TILE_BYTES)
 
     def copier(first_step: int) -> Any:
         """Copies x of steps that are waited for together, of the group or after it."""
@@ -210,13 +212,21 @@ def _kernel(
     def slot_of(slot: int) -> list[Any]:
         return [step_of(slot * steps_a_slot + inside) for inside in range(steps_a_slot)] + [loader_of(slot)]
 
-    take_group = in_turn([each for slot in range(num_slots) for each in slot_of(slot)])
-    load_early = in_turn([stream.load_early(slot) for slot in range(num_slots)])
-    copy_first = in_turn([copier(together * i) for i in range(3 if num_waits > 2 else 1)])
+    slots = range(stream.num_slots)
+    return _Group(
+        stream, operands, num_stages, stage_bytes, num_x_words=8 * part_tiles, num_sums=16 * row_tiles,
+        take=in_turn([each for slot in slots for each in slot_of(slot)]),
+        load_early=in_turn([stream.load_early(slot) for slot in slots]),
+        copy_first=in_turn([copier(together * i) for i in range(3 if num_waits > 2 else 1)]),
+    )  # fmt: skip
+
+
+@functools.cache
+def _rows_taker(out_bytes: int, block_rows: int) -> Any:
+    """A device function: the arguments for a block's rows from one on."""
 
     @device_function
     def of_rows(given, first_row):
-        """The arguments for the block's rows from this one on."""
         x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares = given
         m = minimum_u32(uint32(m - first_row), uint32(block_rows))
         x += uint64(first_row) * uint64(k) * uint64(2)
@@ -228,6 +238,37 @@ def _kernel(
         if squares != uint64(0):
             squares += uint64(first_row) * uint64(n >> uint32(5)) * uint64(4)
         return Arguments(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares)
+
+    return of_rows
+
+
+@functools.cache
+def _kernel(
+    dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "", has_clusters: bool = False,
+    takes_adapters: bool = False,
+) -> Specialisation:  # fmt: skip
+    leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
+    is_gated, is_packed, packing = activation != "", weight != dtype, packing_of(weight)
+    columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
+    of_k = _group_of(dtype, weight, row_tiles, is_gated, has_clusters)
+    stream, operands, stage_bytes, num_stages = of_k.stream, of_k.operands, of_k.stage_bytes, of_k.num_stages
+    take_group, load_early, copy_first = of_k.take, of_k.load_early, of_k.copy_first
+    group, unit, is_settled = stream.num_steps * STEP, stream.unit, stream.is_settled
+    place_stream, advance, store_sums = stream.place, stream.advance, operands.store_sums
+    has_row_blocks = is_packed and (row_tiles > 1 or has_clusters)
+    block_rows, sums_bytes = 16 * row_tiles, row_tiles * 16 * COLUMNS * 4
+    of_rows, wait_for_all = _rows_taker(ITEM_BYTES[out_dtype], block_rows), memory.copy_async_wait(0)
+    num_x_words, num_sums, num_tiles = of_k.num_x_words, of_k.num_sums, 2 * row_tiles  # tiles of 8 rows
+    num_parts_sums, num_factors = num_sums if is_settled else 1, NOTHING + 1
+    num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
+    finish_sums = sums_finisher(
+        dtype, out_dtype, operands.flip_of, sums_bytes, (stream.scale_columns, stream.scale_column), activation,
+        has_clusters=has_clusters, takes_adapters=takes_adapters,
+    )  # fmt: skip
+    shrink = tiles.shrinker(dtype, BLOCK_WARPS, tiles.steps_in_flight(row_tiles)) if takes_adapters else None
+    num_adapted_parts = 2 if is_gated else 1
+    expand = tiles.expander(dtype) if takes_adapters else None
+    prepare = tiles.preparer(num_adapted_parts) if takes_adapters else None
 
     @device_function
     def multiply_block(column_block, column_blocks, given, added):
