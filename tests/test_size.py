@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numba_kernels", "models", "runtime", "server", "tokenizer", "tools")
 
 MOST_LINES = {
-    "numba_kernels": 46_097,
+    "numba_kernels": 46_155,
     "runtime/emulator": 17_043,
     "runtime/device": 3_932,
     "runtime/tensor": 1_820,
@@ -32,7 +32,7 @@ MOST_LINES = {
     "models": 20_634,
     "server": 23_630,
     "tokenizer": 7_628,
-    "tools": 21_087,
+    "tools": 21_103,
 }
 """Lines of Python and JavaScript of each room, docstrings, comments and blank lines included; "runtime" holds the files
 in none of its rooms. The goal for all together is 124,800: 118,000, and 6,800 that came with files and requests.

@@ -31,12 +31,9 @@ def test_the_page_shows_them() -> None:
         shares.setdefault((each.sequences, each.adapters), []).append(100 * each.share)
     page = " ".join((ROOT / "docs" / "adapters.md").read_text(encoding="utf-8").split())
     one, eight = (" / ".join(f"{share:.1f}" for share in shares[key]) for key in ((1, 1), (32, 8)))
-    # Ten are asked for. Packed weights take half of the time that they took with the shares below ten: less than the
-    # sums of ranks, whose reads wait for each other. With adapters a step takes 3.3 ms; it took 5.2.
-    assert shares[32, 8][0] <= 10
-    assert all(share <= 30 for share in shares[32, 8])
+    assert all(share <= 10 for share in shares[32, 8])
     assert all(
-        each.base_s * (1 + each.share) <= 3.3e-3 for each in costs() if each.weights != "bf16" and each.sequences > 1
+        each.base_s * (1 + each.share) <= 2.9e-3 for each in costs() if each.weights != "bf16" and each.sequences > 1
     )
     assert f"adds {one}%" in page
     assert f"eight among 32 sequences {eight}%" in page

@@ -15,10 +15,12 @@ They add to each product
   cache for each block that runs at once, as if all ended at once. Other warps count while theirs multiply;
 - what shrinking (and expanding for one row) takes beyond a block's first tile, or for one row the tiles that a block
   finishes together, whose end waits for it. For one row and for `hopper_few` this is what the stream and unpacking of
-  these tiles take after the previous grid has ended: rings are full then. Where not all blocks run at once, the time of
-  the multiprocessors that shrink is added. Reads wait for each other, each as long as one of device memory under load:
-  the adapter (for both as long as x, which a block without adapters waits for, too), its address (for one row an early
-  read), rows of `down`, the counter, and for one row `between`, once for each sum of a lane;
+  these tiles take after the previous grid has ended: rings are full then, but for those of blocks whose places in the
+  previous grid's other halves are taken by blocks that shrink: their share of the stream is added. Where not all blocks
+  run at once, the time of the multiprocessors that shrink is added. Reads wait for each other, each as long as one of
+  device memory under load: the adapter (for both as long as x, which a block without adapters waits for, too), rows of
+  `down`, the counter, and for one row `between`, once for each sum of a lane. An address is read early, but for further
+  items of a block. `hopper_few` meets a cluster's blocks for each item;
 - another tier of the product where the usual one takes no adapters.
 
 The base of one sequence is `latencies`'; that of more is the tiers' models and a boundary a launch, without attention's
@@ -69,7 +71,8 @@ WEIGHTS = {"bf16": ("bf16", 0), "int4": ("u4_g32", 1), "fp8": ("e4m3", 2)}
 """How a weight is stored, and its step of one sequence in `STEPS`."""
 SKINNY_ENDS_S = 4.5e-6
 """A launch of `skinny` and its ends, which its model of packed weights counts (`skinny_shape`)."""
-CHAIN = 4  # reads which wait for each other, besides those of further parts of K
+CHAIN = 4  # reads of one row which wait for each other, besides those of further parts of K
+MEETING_S = 1e-6  # of a cluster's blocks, as `hopper_few` has it
 ADDITION_S = 0.6e-9  # of an atomic addition to one address, a clock of the second-level cache: an estimate
 EXPANDING, FINISHING = 170, 110
 """Instructions with which a warp expands its share of a part, as the emulator counts them (without moves), and with
@@ -132,7 +135,8 @@ def cost(weights: str, sequences: int, adapters: int) -> Cost:
         if launch.team_warps:
             first_s = _after_wait(product, launch, kept / turns)
         elif tier == "hopper_few":
-            first_s = max(0.0, first_s - _asked_early(product, launch) / READ_BYTES)
+            first_s, late_s = _first_tiles(product, launch, turns)
+            shrinking_s += late_s
         shrinking_s += max(0.0, shrink_s - first_s - (LATENCY_S if is_beside else 0.0))
         if -(-launch.grid[0] * launch.grid[1] // beside) > -(-_multiplying(launch) // beside):  # they delay others
             shrinking_s += shrink_s * launch.num_shrinking / beside
@@ -175,6 +179,18 @@ def _asked_early(product: Product, launch: Launch) -> int:
     return _multiplying(launch) * min(block.num_stages, steps) * (block.weight_bytes + block.scale_bytes)
 
 
+def _first_tiles(product: Product, launch: Launch, turns: int) -> tuple[float, float]:
+    """How long the first tiles of `hopper_few` take once the previous grid has ended, and how much longer all take
+    because some rings are not full then."""
+    stream_s, early_s, unpacking = product.weight_bytes / READ_BYTES, _asked_early(product, launch) / READ_BYTES, 0.0
+    if product.weight != product.x:
+        instructions = gemm.hopper_few.instructions(product.weight, int(launch.specialisation.constants["width"]))
+        unpacking = unpacking_s(product.weight_bytes, instructions, MULTIPROCESSORS)
+    late = max(0, launch.grid[0] * launch.grid[1] - MULTIPROCESSORS) / _multiplying(launch)
+    late_s = max(unpacking, stream_s - (1 - late) * early_s) - max(unpacking, stream_s - early_s)
+    return max(unpacking / turns, stream_s / turns - early_s), late_s
+
+
 def _after_wait(product: Product, launch: Launch, share: float) -> float:
     """How long the first tiles of a product with rings take once the previous grid has ended: this share of all."""
     num_bytes, packing = share * product.weight_bytes, packing_of(product.weight)
@@ -198,17 +214,17 @@ def _shrinking(product: Product, parts: int, adapters: int, launch: Launch) -> f
     items = groups * -(-parts * RANK // (tiles.RANKS if is_tiled else riding.RANKS))
     warps = launch.block[1] * launch.block[2]
     steps = (
-        gemm.hopper_few.STEPS_IN_FLIGHT[16 if product.m <= 16 else 32]
+        gemm.hopper_few.steps_in_flight(16 if product.m <= 16 else 32, is_packed=product.weight != product.x)
         if is_few
         else tiles.steps_in_flight(-(-product.m // 16))
     )
-    elements = 32 * steps if is_tiled else 32 * 8 * (2 if rows == 1 else 1)
-    rounds = -(-product.k // (warps * elements))
-    turns = -(-items // launch.num_shrinking)
+    elements, parts_of_k = 32 * steps if is_tiled else 32 * 8 * (2 if rows == 1 else 1), launch.grid[1]
+    rounds = -(-product.k // (parts_of_k * warps * elements))
+    turns = -(-items * parts_of_k // launch.num_shrinking)
     expanding = 2 if is_few else 0  # reads of warps that expand beside the others, which wait for them
-    return (
-        CHAIN + expanding + turns * rounds - 1 + (0 if is_tiled else turns - 1)
-    ) * LATENCY_S  # a further turn needs an address
+    chain = (CHAIN - 1 if is_tiled else CHAIN) + expanding
+    reads = chain + turns * rounds - 1 + turns - 1  # a further turn needs an address
+    return reads * LATENCY_S + (turns * MEETING_S if is_few else 0.0)
 
 
 def _turns(product: Product, launch: Launch, beside: int) -> int:

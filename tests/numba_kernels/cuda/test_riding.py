@@ -169,6 +169,25 @@ def test_blocks_that_finish_tiles_several_times(
 
 
 @pytest.mark.parametrize(
+    ("rounding", "num_rows"),
+    [("", 8), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("fp8", 32), ("fp8", 16)))],
+)
+def test_clusters_that_shrink_several_groups(monkeypatch: pytest.MonkeyPatch, rounding: str, num_rows: int) -> None:
+    """Their blocks share K. One cluster takes all groups in turn, the last of which are fewer than it takes at once."""
+    module, tiles = (importlib.import_module(name) for name in (__name__, "numba_kernels.cuda.gemm.adapters.tiles"))
+    clusters: list[tuple[int, int]] = []
+
+    def one_cluster(rows: int, ranks: int, idle: int, cluster: int, parts: int) -> int:
+        clusters.append((cluster, parts))
+        return cluster
+
+    monkeypatch.setattr(tiles, "shrinking_blocks", one_cluster)
+    monkeypatch.setattr(module, "DEPTH", 1104)
+    test_equals_float64("sm_90a", rounding, not rounding, "", num_rows)
+    assert all(cluster >= parts > 1 for cluster, parts in clusters)
+
+
+@pytest.mark.parametrize(
     ("arch", "num_rows"),
     [("sm_90a", 8), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (("sm_80", 8), ("sm_90a", 1)))],
 )

@@ -106,11 +106,11 @@ def shared_blocks(tiles: int, at_once: int, rows: int, ranks: int) -> tuple[int,
 
 
 @device_function
-def is_adapted(slot, rank, ranges, num_ranges):
-    """Whether an adapter has this rank."""
+def is_adapted(slot, rank, past, ranges, num_ranges):
+    """Whether an adapter has some of these ranks."""
     entry, index, found = ranges + uint64(slot) * uint64(num_ranges) * uint64(8), uint32(0), uint32(0)
     while index < num_ranges:
-        if memory.load_b32(entry) <= rank and rank < memory.load_b32(entry + uint64(4)):
+        if memory.load_b32(entry) < past and rank < memory.load_b32(entry + uint64(4)):
             found = uint32(1)
         entry += uint64(8)
         index = uint32(index + uint32(1))
@@ -118,14 +118,15 @@ def is_adapted(slot, rank, ranges, num_ranges):
 
 
 @device_function
-def ranks_of(slot, item, quads, row_bytes, riding):
-    """Whether a slot has the ranks of an item of `shrinker`, and the two halves of their address in ``down``."""
+def ranks_of(slot, item, parts, width, row_bytes, riding):
+    """Whether a slot has the ranks of an item of `shrinker`, of so many parts of `width` ranks, and the two halves of
+    their address in ``down``."""
     downs, ranges, num_slots, num_ranges = riding.downs, riding.ranges, riding.num_slots, riding.num_ranges
     found, down = uint32(0), uint64(0)
     if slot < num_slots:
-        rank = uint32(uint32(item - divide_u32(item, quads) * quads) * uint32(RANKS))
+        rank = uint32(uint32(item - divide_u32(item, parts) * parts) * uint32(width))
         down = memory.load_b64(downs + uint64(slot) * uint64(8)) + uint64(rank) * row_bytes
-        found = is_adapted(slot, rank, ranges, num_ranges)
+        found = is_adapted(slot, rank, uint32(rank + uint32(width)), ranges, num_ranges)
     return found, uint32(down), uint32(down >> uint64(32))
 
 
@@ -180,7 +181,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
         places, members = cuda.local.array(rows, uint64), cuda.local.array(rows, uint32)
         sums, squares = cuda.local.array(num_sums, float32), cuda.local.array(rows, float32)
         quads, row_bytes = ranks // uint32(RANKS), uint64(k) * uint64(2)
-        is_there, low, high = ranks_of(lane, block, quads, row_bytes, riding)  # a lane's of a slot
+        is_there, low, high = ranks_of(lane, block, quads, RANKS, row_bytes, riding)  # a lane's of a slot
         wait_for_previous_grid()
         launch_dependents()
         own, before, index = num_slots, uint32(0), uint32(0)
@@ -216,7 +217,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
                 for i in range(RANKS):
                     sums[r * RANKS + i] = float32(0)
             if slot >= uint32(32):
-                is_there, low, high = ranks_of(slot, item, quads, row_bytes, riding)
+                is_there, low, high = ranks_of(slot, item, quads, RANKS, row_bytes, riding)
             is_there, low = shuffle_index_b32(is_there, slot), shuffle_index_b32(low, slot)
             down = (uint64(shuffle_index_b32(high, slot)) << uint64(32)) | uint64(low)
             if is_there != uint32(0):
@@ -248,7 +249,7 @@ def shrinker(dtype: str, warps: int, rows: int) -> Any:
                         memory.store_f32(riding.between + at * uint64(4), scale_element(total, scale))
                 sync_block()
             item = uint32(item + riding.num_shrinking)
-            is_there, low, high = ranks_of(lane, item, quads, row_bytes, riding)
+            is_there, low, high = ranks_of(lane, item, quads, RANKS, row_bytes, riding)
         sync_block()
         if warp == uint32(0) and lane == uint32(0):
             count_up(riding.counters, uint32(1))
@@ -451,16 +452,12 @@ def product_kernel(multiply: Any, shrink: Any = None, *, in_columns: bool = Fals
     @device_function
     def divide(given, riding, maps):
         shrinking, m, k, eps = riding.num_shrinking, given.m, given.k, given.eps
-        block, lane, columns, height = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), shrinking, uint32(1)
+        block, lane, columns = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x), shrinking
         if in_columns:
-            height = uint32(cuda.gridDim.y)
-            columns = divide_u32(shrinking, height)
+            columns = divide_u32(shrinking, uint32(cuda.gridDim.y))
         warp = uint32(uint32(cuda.threadIdx.y) + uint32(cuda.threadIdx.z) * uint32(cuda.blockDim.y))
         if block < columns:
-            item = block
-            if in_columns:
-                item = uint32(block * height + uint32(cuda.blockIdx.y))
-            shrink(item, warp, lane, m, k, eps, riding)
+            shrink(block, warp, lane, m, k, eps, riding)
         else:
             number, count = uint32(block - columns), uint32(uint32(cuda.gridDim.x) - columns)
             if has_maps:

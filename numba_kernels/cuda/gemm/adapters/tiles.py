@@ -2,8 +2,9 @@
 
 Rows are ordered by adapter, those without one last, and cut into *groups* of up to 8 of one adapter. A block that
 shrinks takes a group and 16 ranks at a time: ``down`` is the first factor of `mma.sync`, the group's rows of x the
-second, and the warps share K, so that each adapter's ``down`` is read once for 8 rows. A warp that expands takes a
-group and 16 or 32 columns: ``up`` is the first factor, the group's sums the second.
+second, and the warps (of `hopper_few` those of a cluster's y axis) share K, so that each adapter's ``down`` is read
+once for 8 rows. A warp that expands takes a group and 16 or 32 columns: ``up`` is the first factor, the group's sums
+the second.
 
 ``between`` holds each row's sums, by the row's place in the order. A sum is two numbers of bfloat16: the rounded one,
 and what rounding left. The order itself follows, a word a place: the row, its number in the group from bit 5 on, its
@@ -22,15 +23,15 @@ from typing import Any
 
 from numba import cuda, float32, uint32, uint64
 
-from numba_kernels.cuda.gemm.adapters.riding import COLUMNS, count_up, is_adapted, leader_of
+from numba_kernels.cuda.gemm.adapters.riding import COLUMNS, count_up, leader_of, ranks_of
 from numba_kernels.cuda.gemm.epilogue import norm_scale
-from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics import cluster, convert, memory
 from numba_kernels.cuda.intrinsics.device import device_function, in_turn
 from numba_kernels.cuda.intrinsics.element import floats_loader
 from numba_kernels.cuda.intrinsics.fragments import load_all, multiply_all
 from numba_kernels.cuda.intrinsics.math import divide_u32, maximum_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, shuffle_index_b32, shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import ballot, count_b32, shuffle_index_b32, shuffle_xor_f32, sync_warp
 
 GROUP = 8  # rows of one adapter that are multiplied together
 RANKS = 16  # at a time
@@ -80,10 +81,10 @@ def _split_pair(wide, first, second):
     wide[5], wide[7] = convert.split_tf32(second)
 
 
-def shrinking_blocks(rows: int, ranks: int, idle: int, cluster: int) -> int:
-    """The blocks that shrink, in whole clusters: as many as are `idle`, but a few at least, and no more than eight
-    groups of rows keep busy."""
-    most = min(rows, _MOST_GROUPS) * -(-ranks // RANKS)
+def shrinking_blocks(rows: int, ranks: int, idle: int, cluster: int, parts: int = 1) -> int:
+    """The blocks that shrink, each so many a part of K, in whole clusters: as many as are `idle`, but a few at least,
+    and no more than eight groups of rows keep busy."""
+    most = min(rows, _MOST_GROUPS) * -(-ranks // RANKS) * parts
     return max(1, min(most, max(idle, _LEAST_BLOCKS)) // cluster) * cluster
 
 
@@ -93,8 +94,9 @@ def steps_in_flight(row_tiles: int) -> int:
 
 
 def shrinking_bytes(warps: int) -> int:
-    """Dynamic shared memory of a block that shrinks: the order, and each warp's sums, and sums of squares."""
-    return (32 + warps * GROUP * (_SUM_STRIDE + 1)) * 4
+    """Dynamic shared memory of a block that shrinks: the order, each warp's sums, and sums of squares, and the block's
+    of both, twice."""
+    return (32 + warps * GROUP * (_SUM_STRIDE + 1) + 4 * GROUP * RANKS) * 4
 
 
 def expanded_bytes(rows: int, columns: int) -> int:
@@ -173,10 +175,11 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
     num_words, num_down, num_lows = 4 * steps, 8 * steps, 8 if is_wide else 4
 
     @device_function
-    def add_k(sums, squares, down_rows, x_row, norm, warp, t, k):
+    def add_k(sums, squares, down_rows, x_row, norm, warp, t, span):
+        start, k = span
         down, rows = cuda.local.array(num_down, uint32), cuda.local.array(num_words, uint32)
         lows, places = cuda.local.array(num_lows, uint32), cuda.local.array(3, uint64)
-        step, norm_place = uint32(warp * uint32(_STEP)), norm  # all lanes' at once, for `mma.sync`
+        step, norm_place = uint32(start + warp * uint32(_STEP)), norm  # all lanes' at once, for `mma.sync`
         while step < k:
             at, is_whole = uint32(step + t * uint32(8)), uint32(step + uint32((steps - 1) * stride + _STEP)) <= k
             is_there = at < k
@@ -197,11 +200,12 @@ def _k_adder(dtype: str, warps: int, steps: int) -> Any:
 
 
 @functools.cache
-def shrinker(dtype: str, warps: int, steps: int) -> Any:
+def shrinker(dtype: str, warps: int, steps: int, *, in_parts: bool = False) -> Any:
     """A device function of a block that shrinks (`riding`), whose rows of 16 bits lie on 16-byte bounds. Its warps have
-    `steps` steps of K in flight."""
+    `steps` steps of K in flight. With `in_parts` the blocks of a cluster's y axis have a part of K each."""
     halves, add_k = _HALVES[dtype], _k_adder(dtype, warps, steps)
     code_of, value_of, is_wide = halves.code, halves.value, dtype == "f16"
+    sums_bytes = (32 + warps * GROUP * (_SUM_STRIDE + 1)) * 4  # the order, and each warp's sums, and sums of squares
 
     @device_function
     def order_rows(shared, block, warp, lane, m, riding):
@@ -247,20 +251,45 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
             memory.shared_store_f32(uint32(shared + at + uint32(warp * uint32(GROUP) + g) * uint32(4)), total)
 
     @device_function
-    def store_between(shared, thread, first, count, rank, k, eps, m, riding):
-        """Adds up the warps' sums; a thread has a row's sum of one rank."""
-        norm, between, ranks = riding.norm, riding.between, riding.ranks
+    def add_warps(shared, thread):
+        """A row's sum of one rank, of all warps, and the row's sum of squares; a thread each."""
+        row, total, squared = thread >> uint32(4), float32(0), float32(0)
+        at = uint32(shared + uint32(128) + uint32(row * uint32(_SUM_STRIDE) + (thread & uint32(15))) * uint32(4))
+        of_squares = uint32(shared + uint32(warps * GROUP * _SUM_STRIDE * 4 + 128) + row * uint32(4))
+        for w in range(warps):
+            total += memory.shared_load_f32(uint32(at + uint32(w * GROUP * _SUM_STRIDE * 4)))
+            squared += memory.shared_load_f32(uint32(of_squares + uint32(w * GROUP * 4)))
+        return total, squared
+
+    @device_function
+    def add_parts(shared, thread, turn, share, shares, parts):
+        """The same of all blocks of the cluster's y axis, for the first one. Others may still be read when a block
+        leaves its next ones, so these have another place: all have met again before it leaves those after them."""
+        own = uint32(shared + uint32(sums_bytes) + turn * uint32(2 * GROUP * RANKS * 4) + thread * uint32(4))
+        if thread < uint32(GROUP * RANKS):
+            total, squared = add_warps(shared, thread)
+            memory.shared_store_f32(own, total)
+            memory.shared_store_f32(uint32(own + uint32(GROUP * RANKS * 4)), squared)
+        cluster.release_shared()
+        sync_warp()
+        cluster.arrive_relaxed()
+        cluster.wait()
+        total, squared, other = float32(0), float32(0), share
+        while cluster.rank() == share and thread < uint32(GROUP * RANKS) and other < uint32(shares * parts):
+            there = cluster.address_in(own, other)
+            total += cluster.load_f32(there)
+            squared += cluster.load_f32(uint32(there + uint32(GROUP * RANKS * 4)))
+            other = uint32(other + shares)
+        return total, squared
+
+    @device_function
+    def store_between(thread, sums, first, count, rank, k, eps, m, riding):
+        """A thread has a row's sum of one rank, and its sum of squares."""
+        norm, between, ranks, (total, squared) = riding.norm, riding.between, riding.ranks, sums
         row, own_rank = thread >> uint32(4), uint32(rank + (thread & uint32(15)))
         if row < count and own_rank < ranks:
-            total, scale, squared = float32(0), float32(1), float32(0)
-            at = uint32(shared + uint32(128) + uint32(row * uint32(_SUM_STRIDE) + (thread & uint32(15))) * uint32(4))
-            of_squares = uint32(shared + uint32(warps * GROUP * _SUM_STRIDE * 4 + 128) + row * uint32(4))
-            for w in range(warps):
-                total += memory.shared_load_f32(uint32(at + uint32(w * GROUP * _SUM_STRIDE * 4)))
-                squared += memory.shared_load_f32(uint32(of_squares + uint32(w * GROUP * 4)))
             if norm != uint64(0):
-                scale = norm_scale(squared, k, eps)
-            total *= scale
+                total *= norm_scale(squared, k, eps)
             place = between + uint64(first + row) * uint64(ranks) * uint64(4)
             if is_wide:
                 memory.store_f32(place + uint64(own_rank) * uint64(4), total)
@@ -271,32 +300,41 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
 
     @device_function
     def shrink(block, warp, lane, m, k, eps, riding):
-        x, downs, ranges, norm, counters, ranks, num_slots, num_ranges, num_blocks = (
-            riding.x, riding.downs, riding.ranges, riding.norm, riding.counters, riding.ranks, riding.num_slots,
-            riding.num_ranges, riding.num_shrinking,
+        x, norm, counters, ranks, num_slots, num_blocks = (
+            riding.x, riding.norm, riding.counters, riding.ranks, riding.num_slots, riding.num_shrinking,
         )  # fmt: skip
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         sums, squares = cuda.local.array(16, float32), cuda.local.array(1, float32)
         down_rows = cuda.local.array(2, uint64)
+        share, shares, part, parts, start, end = uint32(0), uint32(1), uint32(0), uint32(1), uint32(0), k
+        if in_parts:
+            part, parts = uint32(cuda.blockIdx.y), uint32(cuda.gridDim.y)
+            shares, num_blocks = divide_u32(cluster.size(), parts), divide_u32(num_blocks, parts)
+            share = uint32(cluster.rank() - part * shares)
+            end = divide_u32(uint32(uint32(k + uint32(_STEP - 1)) // uint32(_STEP) + parts - uint32(1)), parts)
+            start, end = uint32(part * end * uint32(_STEP)), uint32((part + uint32(1)) * end * uint32(_STEP))
+            end = minimum_u32(end, k)
+        num_parts, row_bytes = uint32(ranks + uint32(RANKS - 1)) // uint32(RANKS), uint64(k) * uint64(2)
+        of_lane = ranks_of(lane, block, num_parts, RANKS, row_bytes, riding)  # of a slot, for the first item
         wait_for_previous_grid()
         launch_dependents()
-        own, place, before = order_rows(shared, block, warp, lane, m, riding)
+        own, place, before = order_rows(shared, uint32(block + part), warp, lane, m, riding)
         sync_block()
         leads = uint32(0)
         if own < num_slots and before % uint32(GROUP) == uint32(0):
             leads = uint32(1)
         leaders = ballot(leads)
         number = count_b32(leaders & uint32((uint32(1) << lane) - uint32(1)))
-        g, t, row_bytes = lane >> uint32(2), lane & uint32(3), uint64(k) * uint64(2)
-        num_parts, item = uint32(ranks + uint32(RANKS - 1)) // uint32(RANKS), block
-        while item < uint32(count_b32(leaders) * num_parts):
-            group = divide_u32(item, num_parts)
-            rank = uint32(uint32(item - group * num_parts) * uint32(RANKS))
+        g, t, item, turn = lane >> uint32(2), lane & uint32(3), block, uint32(0)
+        num_items = uint32(count_b32(leaders) * num_parts)
+        while uint32(item - share) < num_items:  # the same in a whole cluster, whose last blocks may have no item
+            group = divide_u32(minimum_u32(item, uint32(num_items - uint32(1))), num_parts)
+            rank = uint32(uint32(item - divide_u32(item, num_parts) * num_parts) * uint32(RANKS))
             leader = leader_of(leads, number, group)
             slot, first = shuffle_index_b32(own, leader), shuffle_index_b32(place, leader)
             word = memory.shared_load_b32(uint32(shared + (uint32(first + g) & uint32(31)) * uint32(4)))
             is_row = uint32(0)
-            if uint32(first + g) < m and word >> uint32(8) == slot:
+            if uint32(first + g) < m and word >> uint32(8) == slot and item < num_items:
                 is_row = uint32(1)
             else:
                 word = leader
@@ -304,31 +342,50 @@ def shrinker(dtype: str, warps: int, steps: int) -> Any:
             for i in range(16):
                 sums[i] = float32(0)
             squares[0] = float32(0)
-            high = minimum_u32(uint32(rank + uint32(8)), uint32(ranks - uint32(8)))
-            is_any = is_adapted(slot, rank, ranges, num_ranges) | is_adapted(slot, high, ranges, num_ranges)
-            if is_any != uint32(0):
-                down = memory.load_b64(downs + uint64(slot) * uint64(8))
-                down_rows[0] = down + uint64(rank + g) * row_bytes
-                down_rows[1] = down + uint64(high + g) * row_bytes
-                add_k(sums, squares, down_rows, x + uint64(word & uint32(31)) * row_bytes, norm, warp, t, k)
+            if item != block or slot >= uint32(32):
+                of_lane = ranks_of(slot, item, num_parts, RANKS, row_bytes, riding)
+            is_any, low, high = (
+                shuffle_index_b32(of_lane[0], slot & uint32(31)),
+                shuffle_index_b32(of_lane[1], slot & uint32(31)),
+                shuffle_index_b32(of_lane[2], slot & uint32(31)),
+            )
+            if is_any != uint32(0) and count != uint32(0):
+                down = (uint64(high) << uint64(32)) | uint64(low)
+                second = minimum_u32(uint32(8), uint32(ranks - uint32(8) - rank))
+                down_rows[0] = down + uint64(g) * row_bytes
+                down_rows[1] = down + uint64(second + g) * row_bytes
+                add_k(sums, squares, down_rows, x + uint64(word & uint32(31)) * row_bytes, norm, warp, t, (start, end))
             leave_sums(shared, sums, squares, warp, lane)
             sync_block()
             thread = uint32(warp * uint32(32) + lane)
-            store_between(shared, thread, first, count, rank, k, eps, m, riding)
+            found = float32(0), float32(0)
+            if in_parts:
+                found = add_parts(shared, thread, turn, share, shares, parts)
+                turn ^= uint32(1)
+            elif thread < uint32(GROUP * RANKS):
+                found = add_warps(shared, thread)
+            if part == uint32(0):
+                store_between(thread, found, first, count, rank, k, eps, m, riding)
             sync_block()
             item = uint32(item + num_blocks)
-        sync_block()
         if warp == uint32(0) and lane == uint32(0):
             count_up(counters, uint32(1))
+        if in_parts:
+            sync_warp()
+            cluster.arrive_relaxed()  # no block exits while others read its sums
+            cluster.wait()
 
     return shrink
 
 
 @device_function
-def _ranks_of(slot, column, end, ranges, num_ranges):
-    """The first rank and, from bit 16 on, the end of those that some columns of ``up`` have."""
+def _ranks_of_part(slot, part, columns, ranges, num_ranges):
+    """The first rank and, from bit 16 on, the end of those that a block's columns of a part of ``up`` have."""
+    column, step, num_tiles, end = columns
+    begin, past = uint32(column + part * end), uint32(end + part * end)
+    last = minimum_u32(uint32(begin + uint32(num_tiles - uint32(1)) * step + uint32(TILE)), past)
     entries = ranges + uint64(slot) * uint64(num_ranges) * uint64(8)
-    first, last = column // uint32(COLUMNS), uint32(end - uint32(1)) // uint32(COLUMNS)
+    first, last = begin // uint32(COLUMNS), uint32(last - uint32(1)) // uint32(COLUMNS)
     rank, past = memory.load_2xb32(entries + uint64(first) * uint64(8))
     if last != first:
         other, other_past = memory.load_2xb32(entries + uint64(last) * uint64(8))
@@ -338,15 +395,6 @@ def _ranks_of(slot, column, end, ranges, num_ranges):
             rank = minimum_u32(rank, other)
         past = maximum_u32(past, other_past)
     return uint32(rank | (past << uint32(16)))
-
-
-@device_function
-def _ranks_of_part(slot, part, columns, ranges, num_ranges):
-    """The same of a block's columns of a part."""
-    first, step, num_tiles, end = columns
-    begin, past = uint32(first + part * end), uint32(end + part * end)
-    last = uint32(begin + uint32(num_tiles - uint32(1)) * step + uint32(TILE))
-    return _ranks_of(slot, begin, minimum_u32(last, past), ranges, num_ranges)
 
 
 @functools.cache

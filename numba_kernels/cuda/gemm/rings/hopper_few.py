@@ -60,13 +60,6 @@ MAX_PACKED_ROWS = 32  # for more rows half of a multiprocessor has too few regis
 WARPS = 8  # that multiply
 BLOCK_WARPS = 12  # whole groups of four; of the last one a thread loads, and two or three warps expand
 EXPANDING = 3
-STEPS_IN_FLIGHT = {16: 1, 32: 2}  # of a warp that shrinks: more take too many registers
-_REGISTERS = {
-    (False, True, 16): (64, 112), (False, True, 32): (64, 112),
-    (True, False, 16): (88, 64), (True, False, 32): (88, 64), (True, True, 16): (64, 112),
-}  # fmt: skip
-"""By (whether the weight is packed, whether adapters ride, rows): registers of a thread that multiplies, and of the
-others, in half of a multiprocessor, where not all have equally many."""
 _INSTRUCTIONS = {
     "u4_g128": (748, 810), "u4_g128_zeros": (764, 826), "u4": (896, 934), "u8": (458, 473), "e4m3": (476, 491),
     "e2m1_g32_exponents": (924, 970), "e2m1": (988, 1034),
@@ -77,6 +70,28 @@ MAX_CLUSTER = 8
 _SHARE_AT_MOST = 1.5  # times its share of the bandwidth, that a multiprocessor reads while others idle: an estimate
 _SLACK = 0.125  # a round's clusters may be so many more than multiprocessors: two blocks fit on one
 _MEETING_S, _ENDS_S = 1e-6, 4.5e-6  # of a cluster's blocks; of a launch: estimates
+
+
+def steps_in_flight(width: int, *, is_packed: bool) -> int:
+    """Steps of K of a warp that shrinks: more take too many registers."""
+    return 2 if is_packed and width == riding.MAX_ROWS else 1
+
+
+def _registers(block: Block, *, is_gated: bool) -> tuple[int, int] | None:
+    """Registers of a thread that multiplies, and of the others, in half of a multiprocessor; zeros if all have equally
+    many. None where half has too few: adapters on 32 rows of a gated unit of 4 bits, whose sums a group's scale
+    multiplies."""
+    packing = block.packing
+    if not block.takes_adapters:
+        return (0, 0) if packing is None else (88, 64)
+    if block.width < riding.MAX_ROWS or (packing is None and not is_gated):
+        return 64, 112
+    if packing is None:
+        return 80, 96
+    if packing.steps == 4 and settles(packing, 2) and (is_gated or not packing.has_zeros):
+        return None if is_gated else (0, 0)
+    return (72, 112) if is_gated and packing.steps == 4 else (88, 80)
+
 
 _flip_of = device_function(lambda row: (row & uint32(6)) << uint32(2))  # lanes t store rows 2 t, of 8 columns each
 
@@ -123,13 +138,9 @@ def kernel(
         dtype, out_dtype, _flip_of, width * COLUMNS * 4, weights.scalers, activation, has_clusters=True,
         takes_adapters=takes_adapters, has_own_rows=True,
     )  # fmt: skip
+    split = _registers(layout, is_gated=is_gated)
     leave_scales, expand = scales_leaver(4), tiles.expander(dtype) if takes_adapters else None
-    # Half of a multiprocessor has not enough registers for adapters on 32 rows of a gated unit, or of 4 bits whose
-    # numbers have factors or zero points of their own.
-    packing = layout.packing
-    has_factors = packing is not None and packing.steps == 4 and not (settles(packing, 2) and not packing.has_zeros)
-    takes_half = not (takes_adapters and (is_gated or has_factors) and width == riding.MAX_ROWS)
-    of_multiplying, of_others = _REGISTERS.get((is_packed, takes_adapters, width), (0, 0)) if takes_half else (0, 0)
+    of_multiplying, of_others = split or (0, 0)
     moves_registers, gets_more = of_multiplying > 0, of_multiplying > of_others
     set_multiplying = set_registers(of_multiplying, is_more=gets_more)
     set_others = set_registers(of_others, is_more=not gets_more)
@@ -273,7 +284,8 @@ def kernel(
     def multiply_plain(column_block, column_blocks, given, added):
         multiply_block(column_block, column_blocks, given, added, (given.weight,))
 
-    shrink = tiles.shrinker(dtype, BLOCK_WARPS, STEPS_IN_FLIGHT[width]) if takes_adapters else None
+    steps = steps_in_flight(width, is_packed=is_packed)
+    shrink = tiles.shrinker(dtype, BLOCK_WARPS, steps, in_parts=True) if takes_adapters else None
     multiply = multiply_block if is_packed else multiply_plain
     return Specialisation(
         name=f"gemm_hopper_few_{weight_name}{'_' * is_packed}{dtype}_{out_dtype}_{width}{'_' if is_gated else ''}"
@@ -284,7 +296,7 @@ def kernel(
             *(TENSOR_MAP,) * (3 * is_packed),
         ),
         max_threads=BLOCK_WARPS * 32,
-        min_blocks=2 if takes_half else 1,
+        min_blocks=1 if split is None else 2,
         min_capability=90,
         needs_arch_features=True,
         constants={
@@ -413,8 +425,9 @@ def plan(product: Product, machine: Machine, ranks: int = 0) -> Launch:
     block = Block(width, packed, takes_adapters)
     if takes_adapters:
         assert tiles.shrinking_bytes(BLOCK_WARPS) <= block.shared_bytes
-        idle = machine.num_multiprocessors - clusters * shares * parts
-        shrinking = tiles.shrinking_blocks(m, ranks, idle, shares * parts)
+        # Some may run beside blocks that multiply: two fit on a multiprocessor.
+        idle = max(machine.num_multiprocessors - clusters * shares * parts, machine.num_multiprocessors // 2)
+        shrinking = tiles.shrinking_blocks(m, ranks, idle, shares * parts, parts)
     return Launch(
         kernel(product.x, product.out, width, activation, packed, takes_adapters),
         (clusters * shares + shrinking // parts, parts, 1), (32, BLOCK_WARPS, 1), block.shared_bytes,
